@@ -1,0 +1,173 @@
+"""Arenas: the memory that compressed activations live in, and what it is used for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+
+import torch
+
+from bitsparse import _C
+
+_ERROR_PREFIX = "bitsparse.OutOfArenaMemory: "
+
+# The keys of memory_stats(); payload_ratio is a float, all others are integers.
+STAT_KEYS = (
+    "capacity",
+    "in_use",
+    "high_water",
+    "spilled",
+    "live_leases",
+    "dense_bytes",
+    "payload_ratio",
+    "waits",
+    "growths",
+    "failures",
+    "leases_total",
+)
+
+
+class OutOfArenaMemory(torch.OutOfMemoryError):
+    """An arena had no room for a compressed activation and could not grow.
+
+    The message names the bytes that were needed and the setting to change. Raised by the functions and modules of this
+    package; from inside ``backward()`` or a compiled function the same condition arrives as its base class,
+    ``torch.OutOfMemoryError``, with the same message behind the words "bitsparse.OutOfArenaMemory: ".
+    """
+
+
+@contextmanager
+def typed_errors() -> Iterator[None]:
+    """Re-raises the library's out-of-memory error, which C++ can throw only as its base class, as OutOfArenaMemory."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        message = str(error)
+        if not message.startswith(_ERROR_PREFIX):
+            raise
+        raise OutOfArenaMemory(message.removeprefix(_ERROR_PREFIX)) from error
+
+
+def _device_name(device: torch.device | str | int | None) -> str:
+    """The device as C++ wants it: "cpu", or "cuda:N" with its index. Initialises CUDA only to resolve a bare "cuda"."""
+    if device is None:
+        return f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_initialized() else "cpu"
+    resolved = torch.device(device)
+    if resolved.type == "cuda" and resolved.index is None:
+        return f"cuda:{torch.cuda.current_device()}"
+    return resolved.type if resolved.type == "cpu" else str(resolved)
+
+
+class Arena:
+    """Memory of one device that holds compressed activations.
+
+    Every device has a default arena, made on first use and sized automatically: it grows during warm-up and then settles
+    at the measured high-water mark with headroom. Make one by hand to set its size, or to account for a part of a model
+    apart from the rest:
+
+        arena = bitsparse.Arena("cuda", density_bound=0.25)
+        with arena:
+            loss = model(batch)         # compressed activations of this thread go to `arena`
+        loss.backward()                 # they are found where they are; the `with` need not span backward
+
+    Sizes are in bytes. The memory comes from PyTorch's allocator and returns to it when the arena and everything that
+    was compressed into it are gone. Arenas can be used from several threads; ``with`` affects the calling thread only.
+    Blocks may be nested, the innermost arena of a tensor's device is the one that is used.
+
+    Args:
+        device: "cpu", "cuda" (the current CUDA device) or "cuda:N"; None is the current CUDA device if CUDA is in use in
+            this process and else "cpu".
+        capacity: fixed size in bytes. A compression that finds no room fails with OutOfArenaMemory.
+        density_bound: size each reservation for this share of non-zero elements instead of for the worst case.
+        worst_case: reserve for the worst case always, so that the host never waits, not even in warm-up.
+
+    Raises:
+        ValueError, RuntimeError: contradicting settings or a device that is not usable; the message names the argument.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str | int | None = None,
+        *,
+        capacity: int | None = None,
+        density_bound: float | None = None,
+        worst_case: bool = False,
+    ) -> None:
+        self._settings = {"capacity": capacity, "density_bound": density_bound, "worst_case": worst_case}
+        with typed_errors():
+            self._arena = _C.Arena(
+                _device_name(device), capacity=capacity, density_bound=density_bound, worst_case=worst_case
+            )
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self._arena.device)
+
+    def __enter__(self) -> Arena:
+        self._arena.use()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._arena.unuse()
+
+    def memory_stats(self, synchronize: bool = False) -> dict[str, int | float]:
+        """This arena's figures, as :func:`bitsparse.memory_stats` describes them."""
+        return self._arena.memory_stats(synchronize)
+
+    def reset_peak_memory_stats(self) -> None:
+        """Makes the present use the new high-water mark."""
+        self._arena.reset_peak_memory_stats()
+
+    def trim(self) -> None:
+        """Returns memory above what is in use to PyTorch's allocator. May synchronise; call it between steps."""
+        self._arena.trim()
+
+    def __repr__(self) -> str:
+        settings = "".join(f", {name}={value}" for name, value in self._settings.items() if value)
+        return f"bitsparse.Arena({str(self.device)!r}{settings})"
+
+
+def _existing_default_arena(device: torch.device | str | int | None) -> _C.Arena | None:
+    if device is not None and torch.device(device).type == "cuda" and not torch.cuda.is_initialized():
+        return None  # without CUDA there can be no arena, and asking must not start it
+    name = _device_name(device)
+    return _C.default_arena(name) if _C.has_default_arena(name) else None
+
+
+def memory_stats(device: torch.device | str | int | None = None, synchronize: bool = False) -> dict[str, int | float]:
+    """Figures of a device's default arena; all zero, and nothing is created, when it has none yet.
+
+    Without `synchronize` this neither waits for the device nor slows it: compressions that have not run yet are counted
+    with what was reserved for them. With it, the device is synchronised first and the figures are exact.
+
+    Returns a dictionary; sizes in bytes:
+        capacity: what the arena holds of the device's memory
+        in_use: what live compressed activations occupy of it
+        high_water: the most that was in use since the last :func:`reset_peak_memory_stats`
+        spilled: what is stored outside the arena because it was full
+        live_leases: compressed activations that are alive
+        dense_bytes: what those would take uncompressed
+        payload_ratio: compressed size over dense size of the live ones that are finished
+        waits: times that the host had to wait for the device to learn a size; stays constant after warm-up
+        growths: times that the arena grew
+        failures: compressions that found no room
+        leases_total: compressed activations made since the arena was created
+
+    Args:
+        device: None is the current CUDA device if CUDA is in use in this process and else "cpu".
+        synchronize: wait for the device first.
+    """
+    arena = _existing_default_arena(device)
+    if arena is None:
+        return {key: 0.0 if key == "payload_ratio" else 0 for key in STAT_KEYS}
+    return arena.memory_stats(synchronize)
+
+
+def reset_peak_memory_stats(device: torch.device | str | int | None = None) -> None:
+    """Makes the present use of a device's default arena its new high-water mark. Does nothing where there is no arena."""
+    arena = _existing_default_arena(device)
+    if arena is not None:
+        arena.reset_peak_memory_stats()

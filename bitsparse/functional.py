@@ -1,0 +1,88 @@
+"""Feed-forward blocks that keep their wide activation compressed between forward and backward.
+
+All functions run on the device of their arguments (CPU, or CUDA on the current stream, without synchronising the host) and
+support autograd, ``torch.compile(fullgraph=True)``, autocast and activation checkpointing. Where no gradient is needed
+(``torch.no_grad()``, ``torch.inference_mode()``, nothing that requires one) nothing is compressed. Results and gradients
+equal those of the dense formula bit for bit, in eager mode on the same device. A second derivative is not available and
+raises an error.
+
+Squared ReLU is from "Primer: Searching for Efficient Transformers for Language Modeling", So et al. 2021.
+"""
+
+import torch
+from torch import Tensor
+
+from bitsparse.arena import typed_errors
+
+
+def _call(op: torch._ops.OpOverload, *args: object) -> Tensor:
+    if torch.compiler.is_compiling():  # the tracer wants the operator alone
+        return op(*args)
+    with typed_errors():
+        return op(*args)
+
+
+def relu_squared_ffn(
+    x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None = None, *, codec: str = "tight"
+) -> Tensor:
+    """``relu(x W1ᵀ + b1)² W2ᵀ + b2``, saving ``relu(...)`` compressed.
+
+    Bit-identical to ``F.linear(F.relu(F.linear(x, w1, b1)).square(), w2, b2)``, outputs and gradients.
+
+    Args:
+        x: (..., d_in), any number of leading dimensions, zero tokens included. BF16, FP16 or FP32; need not be contiguous.
+        w1: (d_ff, d_in), dtype and device of x, as are all following tensors.
+        b1: (d_ff,) or None.
+        w2: (d_out, d_ff).
+        b2: (d_out,) or None.
+        codec: "raw" (values as they are), "signless" (sign bit dropped) or "tight" (only the bits that a block of 1024
+            elements needs). All are lossless.
+
+    Returns:
+        (..., d_out). Under autocast the arguments are cast as ``F.linear`` does.
+
+    Raises:
+        RuntimeError: dtype, device, shape or codec is not as above; the message names the argument, what was expected
+            and what came.
+        bitsparse.OutOfArenaMemory: the arena is full and can't grow.
+    """
+    return _call(torch.ops.bitsparse.relu_squared_ffn.default, x, w1, b1, w2, b2, codec)
+
+
+def relu_ffn(
+    x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None = None, *, codec: str = "tight"
+) -> Tensor:
+    """``relu(x W1ᵀ + b1) W2ᵀ + b2``: as :func:`relu_squared_ffn`, with plain ReLU.
+
+    Bit-identical to ``F.linear(F.relu(F.linear(x, w1, b1)), w2, b2)``, outputs and gradients.
+    """
+    return _call(torch.ops.bitsparse.relu_ffn.default, x, w1, b1, w2, b2, codec)
+
+
+def relu_squared_linear(h: Tensor, w2: Tensor, b2: Tensor | None = None, *, codec: str = "tight") -> Tensor:
+    """``relu(h)² W2ᵀ + b2`` from the pre-activation, for models that compute ``h`` themselves.
+
+    Bit-identical to ``F.linear(F.relu(h).square(), w2, b2)``, outputs and gradients. `h` is not modified; this function
+    does not keep it, so that it is freed as soon as the caller and whatever made it let go of it.
+
+    Args:
+        h: (..., d_ff), any number of leading dimensions. BF16, FP16 or FP32; need not be contiguous.
+        w2: (d_out, d_ff), dtype and device of h, as is b2.
+        b2: (d_out,) or None.
+        codec: as for :func:`relu_squared_ffn`.
+
+    Returns:
+        (..., d_out).
+
+    Raises:
+        RuntimeError, bitsparse.OutOfArenaMemory: as for :func:`relu_squared_ffn`.
+    """
+    return _call(torch.ops.bitsparse.relu_squared_linear.default, h, w2, b2, codec)
+
+
+def relu_linear(h: Tensor, w2: Tensor, b2: Tensor | None = None, *, codec: str = "tight") -> Tensor:
+    """``relu(h) W2ᵀ + b2``: as :func:`relu_squared_linear`, with plain ReLU.
+
+    Bit-identical to ``F.linear(F.relu(h), w2, b2)``, outputs and gradients.
+    """
+    return _call(torch.ops.bitsparse.relu_linear.default, h, w2, b2, codec)

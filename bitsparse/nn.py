@@ -1,0 +1,154 @@
+"""Modules that replace a dense feed-forward block."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from bitsparse.functional import relu_ffn, relu_squared_ffn
+
+CODECS = ("raw", "signless", "tight")
+
+
+class _FFN(torch.nn.Module):
+    def __init__(
+        self,
+        d_model: int,
+        d_ff: int | None = None,
+        bias: bool = True,
+        codec: str = "tight",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if codec not in CODECS:
+            raise ValueError(f"codec: expected one of {', '.join(map(repr, CODECS))}, got {codec!r}")
+        self.d_model = d_model
+        self.d_ff = 4 * d_model if d_ff is None else d_ff
+        self.codec = codec
+        self.fc = torch.nn.Linear(self.d_model, self.d_ff, bias=bias, device=device, dtype=dtype)
+        self.proj = torch.nn.Linear(self.d_ff, self.d_model, bias=bias, device=device, dtype=dtype)
+
+    def extra_repr(self) -> str:
+        return f"d_model={self.d_model}, d_ff={self.d_ff}, codec={self.codec!r}"
+
+
+class ReLUSquaredFFN(_FFN):
+    """``proj(relu(fc(x))²)``, with ``relu(fc(x))`` kept compressed for backward; see :func:`bitsparse.relu_squared_ffn`.
+
+    The parameters are ``fc.weight`` (d_ff, d_model), ``fc.bias``, ``proj.weight`` (d_model, d_ff) and ``proj.bias``, laid out
+    and initialised like two ``torch.nn.Linear`` made in this order: from the same state of the random number generator
+    they get the same bits. A dense block's weights load with :func:`load_dense_state_dict`.
+
+    ``fc`` and ``proj`` hold parameters only. Their ``forward`` is not called, so hooks on them do not run.
+
+    Args:
+        d_model: width of the input and the output.
+        d_ff: width inside; 4 * d_model when None.
+        bias: whether both layers have a bias.
+        codec: "raw", "signless" or "tight".
+        device, dtype: of the parameters, as for ``torch.nn.Linear``.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        return relu_squared_ffn(x, self.fc.weight, self.fc.bias, self.proj.weight, self.proj.bias, codec=self.codec)
+
+
+class ReLUFFN(_FFN):
+    """``proj(relu(fc(x)))``: :class:`ReLUSquaredFFN` with plain ReLU."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return relu_ffn(x, self.fc.weight, self.fc.bias, self.proj.weight, self.proj.bias, codec=self.codec)
+
+
+# Names that dense blocks give their first and second layer.
+_LAYER_NAMES = (
+    ("fc", "proj"),
+    ("c_fc", "c_proj"),
+    ("up_proj", "down_proj"),
+    ("up", "down"),
+    ("fc1", "fc2"),
+    ("w1", "w2"),
+    ("wi", "wo"),
+    ("fc_in", "fc_out"),
+    ("linear1", "linear2"),
+    ("dense_h_to_4h", "dense_4h_to_h"),
+)
+
+
+def _numbered_layers(keys: set[str]) -> list[tuple[str, str]]:
+    """The layers of an nn.Sequential: its two children that have parameters, in order."""
+    numbers = sorted({key.split(".")[0] for key in keys if key.split(".")[0].isdigit()}, key=int)
+    return [(numbers[0], numbers[1])] if len(numbers) == 2 else []
+
+
+def _find_layers(keys: set[str], where: str) -> tuple[dict[str, str], set[str]]:
+    """Maps this module's parameter names to keys; also returns the keys that were not used."""
+    found: list[dict[str, str]] = []
+    for first, second in (*_LAYER_NAMES, *_numbered_layers(keys)):
+        names = {
+            "fc.weight": f"{first}.weight",
+            "fc.bias": f"{first}.bias",
+            "proj.weight": f"{second}.weight",
+            "proj.bias": f"{second}.bias",
+        }
+        if {names["fc.weight"], names["proj.weight"]} <= keys:
+            found.append(names)
+    if {"w1", "w2"} <= keys:  # parameters of the block itself rather than of two layers
+        found.append({"fc.weight": "w1", "fc.bias": "b1", "proj.weight": "w2", "proj.bias": "b2"})
+    present = ", ".join(sorted(keys)) or "nothing"
+    if not found:
+        known = ", ".join(f"{a}/{b}" for a, b in (*_LAYER_NAMES, ("0", "2"), ("0", "3")))
+        raise KeyError(
+            f"state_dict: expected the weights of two layers{where}, named like one of {known}; got {present}"
+        )
+    if len(found) > 1:
+        pairs = " and ".join(f"{names['fc.weight']} with {names['proj.weight']}" for names in found)
+        raise KeyError(f"state_dict: expected one pair of layers{where}, got {pairs}; pass a narrower prefix")
+    names = {name: key for name, key in found[0].items() if key in keys}
+    return names, keys - set(names.values())
+
+
+def load_dense_state_dict(module: ReLUSquaredFFN | ReLUFFN, state_dict: Mapping[str, Tensor], prefix: str = "") -> None:
+    """Copies the parameters of a dense block into `module`, whatever the block called its two layers.
+
+    Understood are the names of ``nn.Sequential(Linear, activation, [Dropout,] Linear)`` ("0"/"2", "0"/"3", any two numbers),
+    ``fc``/``proj``, ``c_fc``/``c_proj``, ``up_proj``/``down_proj``, ``up``/``down``, ``fc1``/``fc2``, ``w1``/``w2`` (layers,
+    or parameters next to ``b1``/``b2``), ``wi``/``wo``, ``fc_in``/``fc_out``, ``linear1``/``linear2`` and
+    ``dense_h_to_4h``/``dense_4h_to_h``. Values are cast to the dtype and device of `module`. Nothing is changed when an error
+    is raised.
+
+        load_dense_state_dict(block.mlp, checkpoint["model"], prefix="blocks.3.mlp.")
+
+    Args:
+        module: the block to fill.
+        state_dict: the parameters of the dense block, or of a whole model that contains it.
+        prefix: only keys that start with it are looked at, without it. Include the dot.
+
+    Raises:
+        KeyError: no pair of layers, more than one, a bias that one side has and the other lacks, or keys under `prefix`
+            that are neither a weight nor a bias of the two layers.
+        ValueError: a shape is not what `module` has.
+    """
+    keys = {key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)}
+    where = f" under prefix {prefix!r}" if prefix else ""
+    names, unused = _find_layers(keys, where)
+    parameters = dict(module.named_parameters())
+    for name in parameters:
+        if name not in names:
+            raise KeyError(f"state_dict: expected a bias for {name}{where}, got none; make the module with bias=False")
+    for name, key in names.items():
+        if name not in parameters:
+            raise KeyError(f"state_dict: expected no bias{where}, got {prefix + key}; make the module with bias=True")
+    if unused:
+        raise KeyError(f"state_dict: expected only two layers{where}, got also {', '.join(sorted(unused))}")
+    for name, key in names.items():
+        expected, got = tuple(parameters[name].shape), tuple(state_dict[prefix + key].shape)
+        if expected != got:
+            hint = "; it looks transposed" if expected == got[::-1] else ""
+            raise ValueError(f"{prefix + key}: expected shape {expected} for {name}, got {got}{hint}")
+    with torch.no_grad():
+        for name, key in names.items():
+            parameters[name].copy_(state_dict[prefix + key])
