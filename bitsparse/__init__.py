@@ -14,9 +14,8 @@ gradients equal those of the dense block bit for bit.
 Importing this package creates no CUDA context.
 """
 
-from bitsparse._load import _C  # first: it loads libbitsparse, which registers the operators of torch.ops.bitsparse
-
 from bitsparse import nn
+from bitsparse._load import _C
 from bitsparse.arena import Arena, OutOfArenaMemory, memory_stats, reset_peak_memory_stats
 from bitsparse.compressed import CompressedTensor, FormatError, compress
 from bitsparse.functional import relu_ffn, relu_linear, relu_squared_ffn, relu_squared_linear

@@ -8,7 +8,7 @@ from types import TracebackType
 
 import torch
 
-from bitsparse import _C
+from bitsparse._load import _C
 
 _ERROR_PREFIX = "bitsparse.OutOfArenaMemory: "
 
@@ -62,9 +62,9 @@ def _device_name(device: torch.device | str | int | None) -> str:
 class Arena:
     """Memory of one device that holds compressed activations.
 
-    Every device has a default arena, made on first use and sized automatically: it grows during warm-up and then settles
-    at the measured high-water mark with headroom. Make one by hand to set its size, or to account for a part of a model
-    apart from the rest:
+    Every device has a default arena, made on first use and sized automatically: it grows during warm-up and then
+    settles at the measured high-water mark with headroom. Make one by hand to set its size, or to account for a part of
+    a model apart from the rest:
 
         arena = bitsparse.Arena("cuda", density_bound=0.25)
         with arena:
@@ -76,8 +76,8 @@ class Arena:
     Blocks may be nested, the innermost arena of a tensor's device is the one that is used.
 
     Args:
-        device: "cpu", "cuda" (the current CUDA device) or "cuda:N"; None is the current CUDA device if CUDA is in use in
-            this process and else "cpu".
+        device: "cpu", "cuda" (the current CUDA device) or "cuda:N"; None is the current CUDA device if CUDA is in use
+            in this process and else "cpu".
         capacity: fixed size in bytes. A compression that finds no room fails with OutOfArenaMemory.
         density_bound: size each reservation for this share of non-zero elements instead of for the worst case.
         worst_case: reserve for the worst case always, so that the host never waits, not even in warm-up.
@@ -167,7 +167,7 @@ def memory_stats(device: torch.device | str | int | None = None, synchronize: bo
 
 
 def reset_peak_memory_stats(device: torch.device | str | int | None = None) -> None:
-    """Makes the present use of a device's default arena its new high-water mark. Does nothing where there is no arena."""
+    """Makes the present use of a device's default arena its new high-water mark. Does nothing where it has none."""
     arena = _existing_default_arena(device)
     if arena is not None:
         arena.reset_peak_memory_stats()

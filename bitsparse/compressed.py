@@ -54,8 +54,8 @@ def _read_header(packed: Tensor) -> _Header:
     """Checks everything that the header says about itself; the blobs behind it are the decoder's to check."""
     if packed.dtype != torch.uint8 or packed.dim() != 1 or packed.device.type == "meta":
         raise FormatError(
-            f"packed: expected a 1-dimensional uint8 tensor with data, got {packed.dtype} of shape {tuple(packed.shape)} "
-            f"on {packed.device}"
+            f"packed: expected a 1-dimensional uint8 tensor with data, got {packed.dtype} of shape "
+            f"{tuple(packed.shape)} on {packed.device}"
         )
     if packed.numel() < _HEADER.size:
         raise FormatError(f"packed: expected at least {_HEADER.size} bytes, got {packed.numel()}")
@@ -97,8 +97,8 @@ class CompressedTensor:
     decompresses.
 
     Args:
-        packed: the bytes, a 1-dimensional uint8 tensor as ``torch.ops.bitsparse.pack`` returns it. Not copied. The header
-            is read here, which synchronises with a CUDA device; the rest is checked when it is decompressed.
+        packed: the bytes, a 1-dimensional uint8 tensor as ``torch.ops.bitsparse.pack`` returns it. Not copied. The
+            header is read here, which synchronises with a CUDA device; the rest is checked when it is decompressed.
         shape: of the tensor that the bytes stand for.
 
     Raises:
@@ -151,7 +151,7 @@ class CompressedTensor:
 
     @property
     def density(self) -> float:
-        """Share of the elements that are stored: the non-zero ones (keep="nonzero"). 0 for a tensor without elements."""
+        """Share of the elements that are stored (keep="nonzero": those with a bit set); 0 where there are no elements."""
         return self._header.kept / self.numel if self.numel else 0.0
 
     @property
@@ -198,7 +198,8 @@ class CompressedTensor:
 def _rebuild(version: int, *state: object) -> CompressedTensor:
     if version != _PICKLE_VERSION:
         raise FormatError(
-            f"CompressedTensor: expected stored version {_PICKLE_VERSION}, got {version!r}; a newer bitsparse may read it"
+            f"CompressedTensor: expected stored version {_PICKLE_VERSION}, got {version!r}; "
+            "a newer bitsparse may read it"
         )
     try:
         packed, shape, checksum = state
@@ -218,20 +219,20 @@ torch.serialization.add_safe_globals([_rebuild])
 
 
 def compress(t: Tensor, codec: str = "tight", keep: str = "nonzero") -> CompressedTensor:
-    """Compress any tensor without loss. Worth it for one with many zeros; never larger than the dense form by more than 1%
-    and a small constant.
+    """Compress any tensor without loss. Worth it for one with many zeros; never larger than the dense form by more than
+    1% and a small constant.
 
     Args:
         t: BF16, FP16, FP32, FP8 e4m3fn or FP8 e5m2, of any shape, contiguous or not, on CPU or CUDA. Not modified, and
             autograd does not see this.
-        codec: how values are stored: "raw" (as they are), "signless" (without the sign bit in blocks that need none), "tight"
-            (only the bits that a block of 1024 elements needs).
-        keep: "nonzero" restores every bit, signs and -0.0 included. "positive" keeps what relu lets through, values above
-            zero and NaNs, and restores everything else as +0.
+        codec: how values are stored: "raw" (as they are), "signless" (without the sign bit in blocks that need none),
+            "tight" (only the bits that a block of 1024 elements needs).
+        keep: "nonzero" restores every bit, signs and -0.0 included. "positive" keeps what relu lets through, values
+            above zero and NaNs, and restores everything else as +0.
 
     Returns:
-        A CompressedTensor on the same device. Its exact size becomes known on the device, so that compressing a CUDA tensor
-        synchronises the current stream once or twice.
+        A CompressedTensor on the same device. Its exact size becomes known on the device, so that compressing a CUDA
+        tensor synchronises the current stream once or twice.
 
     Raises:
         RuntimeError: an argument is not as above; the message names it, what was expected and what came.

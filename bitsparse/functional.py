@@ -1,10 +1,10 @@
 """Feed-forward blocks that keep their wide activation compressed between forward and backward.
 
-All functions run on the device of their arguments (CPU, or CUDA on the current stream, without synchronising the host) and
-support autograd, ``torch.compile(fullgraph=True)``, autocast and activation checkpointing. Where no gradient is needed
-(``torch.no_grad()``, ``torch.inference_mode()``, nothing that requires one) nothing is compressed. Results and gradients
-equal those of the dense formula bit for bit, in eager mode on the same device. A second derivative is not available and
-raises an error.
+All functions run on the device of their arguments (CPU, or CUDA on the current stream, without synchronising the host)
+and support autograd, ``torch.compile(fullgraph=True)``, autocast and activation checkpointing. Where no gradient is
+needed (``torch.no_grad()``, ``torch.inference_mode()``, nothing that requires one) nothing is compressed. Results and
+gradients equal those of the dense formula bit for bit, in eager mode on the same device. A second derivative is not
+available and raises an error.
 
 Squared ReLU is from "Primer: Searching for Efficient Transformers for Language Modeling", So et al. 2021.
 """
@@ -30,7 +30,8 @@ def relu_squared_ffn(
     Bit-identical to ``F.linear(F.relu(F.linear(x, w1, b1)).square(), w2, b2)``, outputs and gradients.
 
     Args:
-        x: (..., d_in), any number of leading dimensions, zero tokens included. BF16, FP16 or FP32; need not be contiguous.
+        x: (..., d_in), any number of leading dimensions, zero tokens included. BF16, FP16 or FP32; need not be
+            contiguous.
         w1: (d_ff, d_in), dtype and device of x, as are all following tensors.
         b1: (d_ff,) or None.
         w2: (d_out, d_ff).

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import bitsparse
-from bitsparse import _C
+from bitsparse._load import _C
 
 
 def runs_on(architectures: list[str], capability: tuple[int, int]) -> bool:

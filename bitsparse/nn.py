@@ -36,11 +36,11 @@ class _FFN(torch.nn.Module):
 
 
 class ReLUSquaredFFN(_FFN):
-    """``proj(relu(fc(x))²)``, with ``relu(fc(x))`` kept compressed for backward; see :func:`bitsparse.relu_squared_ffn`.
+    """``proj(relu(fc(x))²)`` with ``relu(fc(x))`` kept compressed for backward: :func:`bitsparse.relu_squared_ffn`.
 
-    The parameters are ``fc.weight`` (d_ff, d_model), ``fc.bias``, ``proj.weight`` (d_model, d_ff) and ``proj.bias``, laid out
-    and initialised like two ``torch.nn.Linear`` made in this order: from the same state of the random number generator
-    they get the same bits. A dense block's weights load with :func:`load_dense_state_dict`.
+    The parameters are ``fc.weight`` (d_ff, d_model), ``fc.bias``, ``proj.weight`` (d_model, d_ff) and ``proj.bias``,
+    laid out and initialised like two ``torch.nn.Linear`` made in this order: from the same state of the random number
+    generator they get the same bits. A dense block's weights load with :func:`load_dense_state_dict`.
 
     ``fc`` and ``proj`` hold parameters only. Their ``forward`` is not called, so hooks on them do not run.
 
@@ -114,11 +114,11 @@ def _find_layers(keys: set[str], where: str) -> tuple[dict[str, str], set[str]]:
 def load_dense_state_dict(module: ReLUSquaredFFN | ReLUFFN, state_dict: Mapping[str, Tensor], prefix: str = "") -> None:
     """Copies the parameters of a dense block into `module`, whatever the block called its two layers.
 
-    Understood are the names of ``nn.Sequential(Linear, activation, [Dropout,] Linear)`` ("0"/"2", "0"/"3", any two numbers),
-    ``fc``/``proj``, ``c_fc``/``c_proj``, ``up_proj``/``down_proj``, ``up``/``down``, ``fc1``/``fc2``, ``w1``/``w2`` (layers,
-    or parameters next to ``b1``/``b2``), ``wi``/``wo``, ``fc_in``/``fc_out``, ``linear1``/``linear2`` and
-    ``dense_h_to_4h``/``dense_4h_to_h``. Values are cast to the dtype and device of `module`. Nothing is changed when an error
-    is raised.
+    Understood are the names of ``nn.Sequential(Linear, activation, [Dropout,] Linear)`` ("0"/"2", "0"/"3", any two
+    numbers), ``fc``/``proj``, ``c_fc``/``c_proj``, ``up_proj``/``down_proj``, ``up``/``down``, ``fc1``/``fc2``,
+    ``w1``/``w2`` (layers, or parameters next to ``b1``/``b2``), ``wi``/``wo``, ``fc_in``/``fc_out``,
+    ``linear1``/``linear2`` and ``dense_h_to_4h``/``dense_4h_to_h``. Values are cast to the dtype and device of
+    `module`. Nothing is changed when an error is raised.
 
         load_dense_state_dict(block.mlp, checkpoint["model"], prefix="blocks.3.mlp.")
 
