@@ -1,0 +1,100 @@
+// Single instructions that CUDA C++ has no name for, with what older architectures do instead.
+#pragma once
+
+#include <cstdint>
+
+namespace bitsparse::kernels {
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#define BITSPARSE_BULK_COPY 1
+#else
+#define BITSPARSE_BULK_COPY 0
+#endif
+
+__device__ __forceinline__ std::uint32_t shared_address(const void* p) {
+  return static_cast<std::uint32_t>(__cvta_generic_to_shared(p));
+}
+
+// Input is read once: keep it out of L1. Not `.nc`, as compress may write its output over its input.
+__device__ __forceinline__ uint4 load_streaming(const uint4* p) {
+  uint4 v;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p)
+               : "memory");
+  return v;
+}
+
+__device__ __forceinline__ std::uint64_t load_acquire(const std::uint64_t* p) {
+  std::uint64_t v;
+  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void store_release(std::uint64_t* p, std::uint64_t v) {
+  asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
+
+// Shift left that gives 0 for counts of 32 and more, as PTX defines it (C++ does not).
+__device__ __forceinline__ std::uint32_t shift_left(std::uint32_t x, std::uint32_t count) {
+  std::uint32_t r;
+  asm("shl.b32 %0, %1, %2;" : "=r"(r) : "r"(x), "r"(count));
+  return r;
+}
+
+__device__ __forceinline__ std::uint32_t shift_right(std::uint32_t x, std::uint32_t count) {
+  std::uint32_t r;
+  asm("shr.u32 %0, %1, %2;" : "=r"(r) : "r"(x), "r"(count));
+  return r;
+}
+
+// Inclusive sum over the lanes of a warp.
+__device__ __forceinline__ std::uint32_t warp_inclusive_sum(std::uint32_t x) {
+#pragma unroll
+  for (int d = 1; d < 32; d <<= 1)
+    asm volatile(
+        "{.reg .pred p; .reg .u32 t; shfl.sync.up.b32 t|p, %0, %1, 0, 0xffffffff; @p add.u32 %0, %0, t;}"
+        : "+r"(x)
+        : "r"(d));
+  return x;
+}
+
+#if BITSPARSE_BULK_COPY
+__device__ __forceinline__ void bulk_store(void* global, std::uint32_t shared, std::uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(shared), "r"(bytes)
+               : "memory");
+}
+
+// Shared memory may be reused once this returns; the kernel's end makes the stores visible.
+__device__ __forceinline__ void bulk_store_wait() {
+  asm volatile("cp.async.bulk.commit_group; cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+// Orders this thread's shared-memory stores before bulk copies that read them.
+__device__ __forceinline__ void fence_shared_to_bulk() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+__device__ __forceinline__ void barrier_init(std::uint64_t* barrier) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+  asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+__device__ __forceinline__ void barrier_expect(std::uint64_t* barrier, std::uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+               : "memory");
+}
+
+__device__ __forceinline__ void bulk_load(std::uint32_t shared, const void* global, std::uint32_t bytes, std::uint64_t* barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
+               "l"(global), "r"(bytes), "r"(shared_address(barrier))
+               : "memory");
+}
+
+__device__ __forceinline__ void barrier_wait(std::uint64_t* barrier) {
+  asm volatile(
+      "{.reg .pred p; WAIT: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], 0; @p bra DONE; bra WAIT; DONE: }" ::"r"(
+          shared_address(barrier))
+      : "memory");
+}
+#endif
+
+}  // namespace bitsparse::kernels
