@@ -151,7 +151,7 @@ class CompressedTensor:
 
     @property
     def density(self) -> float:
-        """Share of the elements that are stored (keep="nonzero": those with a bit set); 0 where there are no elements."""
+        """Share of the elements that are stored (keep="nonzero": those with a bit set); 0 if there are none."""
         return self._header.kept / self.numel if self.numel else 0.0
 
     @property

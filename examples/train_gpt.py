@@ -179,8 +179,8 @@ def main() -> int:
     text, source = load_text(options.data, least=40 * (size.length + 1))
     console.print(f"data: {source}")
     console.print(
-        f"model: {size.layers} layers of width {size.width}, {batch} x {size.length} tokens a step, {options.steps} steps, "
-        f"{options.dtype} on {options.device}, codec {options.codec}"
+        f"model: {size.layers} layers of width {size.width}, {batch} x {size.length} tokens a step, "
+        f"{options.steps} steps, {options.dtype} on {options.device}, codec {options.codec}"
     )
     result = train(options, Batches(text, batch, size.length, options.seed, options.device), console)
     print_tables(console, result)
