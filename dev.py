@@ -223,7 +223,7 @@ def example_cpp(options: argparse.Namespace) -> None:
     configure = [cmake, "-S", "examples/cpp", "-B", folder, "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release"]
     configure += [f"-DCMAKE_PREFIX_PATH={ROOT / 'bitsparse'}", f"-DPython_EXECUTABLE={sys.executable}"]
     configure += [f"-DCMAKE_MAKE_PROGRAM={cmake_build.find_tool('ninja')}"]
-    run([*configure, "--log-level=WARNING", "-Wno-dev"], environment=environment)
+    run(configure, environment=environment)
     run([cmake, "--build", folder], environment=environment)
     run([folder / "char_model", *options.arguments], environment=environment)
 

@@ -27,7 +27,10 @@ if(bitsparse_use_config)
     if(NOT DEFINED TORCH_CUDA_ARCH_LIST AND NOT DEFINED ENV{TORCH_CUDA_ARCH_LIST})
       set(TORCH_CUDA_ARCH_LIST 9.0)
     endif()
+    set(bitsparse_saved_log_level "${CMAKE_MESSAGE_LOG_LEVEL}")
+    set(CMAKE_MESSAGE_LOG_LEVEL ERROR)  # it warns about libraries and settings that nobody needs
     find_package(Torch REQUIRED)
+    set(CMAKE_MESSAGE_LOG_LEVEL "${bitsparse_saved_log_level}")
     if(TARGET caffe2::mkl)  # link folders that exist only where MKL is installed
       set_property(TARGET caffe2::mkl PROPERTY INTERFACE_LINK_DIRECTORIES "")
     endif()
