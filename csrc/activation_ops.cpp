@@ -1,0 +1,117 @@
+#include "activation_ops.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <torch/library.h>
+
+#include "bitsparse/arena.h"
+#include "lease.h"
+#include "names.h"
+
+namespace bitsparse {
+namespace {
+
+void check_lease_matches(const char* op, const Lease& lease, const at::Tensor& t) {
+  const LeaseInfo& info = lease.info();
+  TORCH_CHECK(t.numel() == info.numel && t.scalar_type() == info.dtype && t.device() == info.device, "bitsparse::", op,
+              ": the lease holds ", info.numel, " elements of ", info.dtype, " on ", info.device, ", but ", t.numel(), " of ",
+              t.scalar_type(), " on ", t.device(), " were asked for");
+}
+
+at::Tensor compress_to(const at::Tensor& h, const at::Tensor& out, std::string_view activation, std::string_view codec) {
+  return current_arena(h.device())->compress(h, out, parse_codec(codec), parse_activation(activation));
+}
+
+at::Tensor compress_in_place(at::Tensor& h, std::string_view activation, std::string_view codec) {
+  if (h.is_contiguous()) return compress_to(h, h, activation, codec);
+  const at::Tensor dense = h.contiguous();
+  at::Tensor lease = compress_to(dense, dense, activation, codec);
+  h.copy_(dense);
+  return lease;
+}
+
+std::tuple<at::Tensor, at::Tensor> compress_copy(const at::Tensor& h, std::string_view activation, std::string_view codec) {
+  const at::Tensor dense = h.contiguous();
+  const at::Tensor out = dense.is_same(h) ? at::empty_like(dense) : dense;
+  at::Tensor lease = compress_to(dense, out, activation, codec);
+  return {out, lease};
+}
+
+at::Tensor restore(const at::Tensor& handle, at::IntArrayRef size, at::ScalarType dtype, std::string_view activation) {
+  Lease& lease = lease_of(handle);
+  at::Tensor out = at::empty(size, handle.options().dtype(dtype));
+  check_lease_matches("_restore_activation", lease, out);
+  lease.restore(out, parse_activation(activation));
+  return out;
+}
+
+void apply_gradient(at::Tensor& grad, const at::Tensor& handle, std::string_view activation) {
+  Lease& lease = lease_of(handle);
+  check_lease_matches("_activation_gradient_", lease, grad);
+  if (grad.is_contiguous()) return lease.gradient(grad, parse_activation(activation));
+  const at::Tensor dense = grad.contiguous();
+  lease.gradient(dense, parse_activation(activation));
+  grad.copy_(dense);
+}
+
+at::Tensor meta_handle(const at::Tensor& like) { return at::empty({kHandleBytes}, like.options().dtype(at::kByte)); }
+
+at::Tensor compress_in_place_meta(at::Tensor& h, std::string_view, std::string_view) { return meta_handle(h); }
+std::tuple<at::Tensor, at::Tensor> compress_copy_meta(const at::Tensor& h, std::string_view, std::string_view) {
+  return {at::empty_symint(h.sym_sizes(), h.options()), meta_handle(h)};
+}
+at::Tensor restore_meta(const at::Tensor& handle, c10::SymIntArrayRef size, at::ScalarType dtype, std::string_view) {
+  return at::empty_symint(size, handle.options().dtype(dtype));
+}
+void gradient_meta(at::Tensor&, const at::Tensor&, std::string_view) {}
+
+void register_backend(torch::Library& m) {
+  m.impl("_compress_activation_", compress_in_place);
+  m.impl("_compress_activation", compress_copy);
+  m.impl("_restore_activation", restore);
+  m.impl("_activation_gradient_", apply_gradient);
+}
+
+template <class Signature>
+auto typed(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(bitsparse, CPU, m) { register_backend(m); }
+TORCH_LIBRARY_IMPL(bitsparse, CUDA, m) { register_backend(m); }
+TORCH_LIBRARY_IMPL(bitsparse, Meta, m) {
+  m.impl("_compress_activation_", compress_in_place_meta);
+  m.impl("_compress_activation", compress_copy_meta);
+  m.impl("_restore_activation", restore_meta);
+  m.impl("_activation_gradient_", gradient_meta);
+}
+
+namespace ops {
+
+at::Tensor compress_activation_(at::Tensor h, std::string_view activation, std::string_view codec) {
+  static const auto op = typed<at::Tensor(at::Tensor&, std::string_view, std::string_view)>("bitsparse::_compress_activation_");
+  return op.call(h, activation, codec);
+}
+
+std::tuple<at::Tensor, at::Tensor> compress_activation(const at::Tensor& h, std::string_view activation, std::string_view codec) {
+  static const auto op =
+      typed<std::tuple<at::Tensor, at::Tensor>(const at::Tensor&, std::string_view, std::string_view)>("bitsparse::_compress_activation");
+  return op.call(h, activation, codec);
+}
+
+at::Tensor restore_activation(const at::Tensor& lease, c10::SymIntArrayRef size, at::ScalarType dtype, std::string_view activation) {
+  static const auto op =
+      typed<at::Tensor(const at::Tensor&, c10::SymIntArrayRef, at::ScalarType, std::string_view)>("bitsparse::_restore_activation");
+  return op.call(lease, size, dtype, activation);
+}
+
+void activation_gradient_(at::Tensor grad, const at::Tensor& lease, std::string_view activation) {
+  static const auto op = typed<void(at::Tensor&, const at::Tensor&, std::string_view)>("bitsparse::_activation_gradient_");
+  op.call(grad, lease, activation);
+}
+
+}  // namespace ops
+}  // namespace bitsparse

@@ -1,0 +1,261 @@
+// The block operators: checks, the differentiable path, the path without gradients, autocast.
+#include <ATen/ATen.h>
+#include <ATen/autocast_mode.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <numeric>
+#include <string>
+#include <vector>
+
+#include "activation.h"
+#include "activation_ops.h"
+#include "bitsparse/functional.h"
+#include "checks.h"
+#include "linear.h"
+#include "names.h"
+
+namespace bitsparse {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+using OptionalTensor = std::optional<at::Tensor>;
+
+struct Gradients {
+  at::Tensor h, w2, b2;
+};
+
+// The order of h's dimensions in memory, outermost first. Eager relu keeps that order, and the layout of the activation can choose the
+// GEMM kernel: so the block keeps it too.
+std::vector<std::int64_t> memory_order(const at::Tensor& h) {
+  std::vector<std::int64_t> order(h.dim());
+  std::iota(order.begin(), order.end(), 0);
+  if (h.is_contiguous()) return order;
+  std::stable_sort(order.begin(), order.end(), [&](std::int64_t a, std::int64_t b) { return h.sym_stride(a) > h.sym_stride(b); });
+  return order;
+}
+
+std::vector<std::int64_t> inverse(const std::vector<std::int64_t>& order) {
+  std::vector<std::int64_t> inverse(order.size());
+  for (std::size_t i = 0; i < order.size(); ++i) inverse[order[i]] = static_cast<std::int64_t>(i);
+  return inverse;
+}
+
+// Gradients of y = activation(h) w2ᵀ + b2 from the lease of h. At most one wide tensor at a time beside what is returned: the
+// activation is gone before d loss / d activation is made, and that becomes d loss / d h in place.
+Gradients linear_backward(at::Tensor grad, const at::Tensor& lease, const at::Tensor& w2, const std::string& activation,
+                          const std::vector<std::int64_t>& order, bool need_h, bool need_w2, bool need_b2) {
+  const c10::SymInt d_ff = w2.sym_size(1);
+  std::vector<c10::SymInt> wide = grad.sym_sizes().vec();
+  wide.back() = d_ff;
+  c10::SymInt tokens = 1;
+  for (std::size_t i = 0; i + 1 < wide.size(); ++i) tokens = tokens * wide[i];
+  grad = grad.reshape_symint({tokens, w2.sym_size(0)});
+
+  Gradients g;
+  if (need_b2) g.b2 = grad.sum(0);
+  if (need_w2) {
+    std::vector<c10::SymInt> in_memory;
+    for (std::int64_t d : order) in_memory.push_back(wide[d]);
+    at::Tensor a = ops::restore_activation(lease, in_memory, grad.scalar_type(), activation);
+    a = a.permute(inverse(order)).reshape_symint({tokens, d_ff});
+    g.w2 = linear_weight_gradient(grad, a, w2);
+  }
+  if (need_h) {
+    const bool column_major = order.size() == 2 && order[0] == 1;
+    g.h = linear_input_gradient(grad, w2, column_major).reshape_symint(wide);
+    ops::activation_gradient_(g.h.permute(order), lease, activation);
+  }
+  return g;
+}
+
+// With create_graph, gradients of gradients would be wrong without this node: its backward says so.
+struct OnceDifferentiable : torch::autograd::Function<OnceDifferentiable> {
+  static variable_list forward(AutogradContext*, const at::Tensor& grad, const at::Tensor& lease, const at::Tensor& w2,
+                               const std::string& activation, const std::vector<std::int64_t>& order, bool need_h, bool need_w2,
+                               bool need_b2) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    Gradients g = linear_backward(grad, lease, w2, activation, order, need_h, need_w2, need_b2);
+    return {g.h, g.w2, g.b2};
+  }
+  static variable_list backward(AutogradContext*, const variable_list&) {
+    TORCH_CHECK_NOT_IMPLEMENTED(false,
+                                "bitsparse: double backward is not supported: a compressed activation is differentiable once. Use the "
+                                "dense block for losses that need gradients of gradients");
+  }
+};
+
+// y = activation(h) w2ᵀ + b2, keeping a lease of h. `overwrite`: h is ours and may become the activation.
+struct ActivationLinear : torch::autograd::Function<ActivationLinear> {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& h, const at::Tensor& w2, const OptionalTensor& b2,
+                            const std::string& activation, const std::string& codec, bool overwrite) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    const std::vector<std::int64_t> order = memory_order(h);
+    at::Tensor a = h.permute(order), lease;
+    if (overwrite)
+      lease = ops::compress_activation_(a, activation, codec);
+    else
+      std::tie(a, lease) = ops::compress_activation(a, activation, codec);
+    a = a.permute(inverse(order));
+    ctx->save_for_backward({w2, lease});
+    ctx->saved_data["activation"] = activation;
+    ctx->saved_data["order"] = order;
+    ctx->saved_data["has_bias"] = b2.has_value();
+    return at::linear(a, w2, b2);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    if (!grads[0].defined()) return variable_list(6);
+    const auto saved = ctx->get_saved_variables();
+    const std::string activation = ctx->saved_data["activation"].toStringRef();
+    const std::vector<std::int64_t> order = ctx->saved_data["order"].toIntVector();
+    const bool need_h = ctx->needs_input_grad(0), need_w2 = ctx->needs_input_grad(1);
+    const bool need_b2 = ctx->saved_data["has_bias"].toBool() && ctx->needs_input_grad(2);
+    variable_list out(6);
+    if (at::GradMode::is_enabled()) {
+      const variable_list g = OnceDifferentiable::apply(grads[0], saved[1], saved[0], activation, order, need_h, need_w2, need_b2);
+      std::copy(g.begin(), g.end(), out.begin());
+    } else {
+      Gradients g = linear_backward(grads[0], saved[1], saved[0], activation, order, need_h, need_w2, need_b2);
+      out[0] = std::move(g.h);
+      out[1] = std::move(g.w2);
+      out[2] = std::move(g.b2);
+    }
+    return out;
+  }
+};
+
+at::Tensor dense_linear(at::Tensor h, const at::Tensor& w2, const OptionalTensor& b2, Activation activation) {
+  h = h.relu();
+  if (activation == Activation::relu_squared) h = h.square();
+  return at::linear(h, w2, b2);
+}
+
+bool requires_grad(const at::Tensor& t) { return t.requires_grad(); }
+
+// A lease pays where backward needs the activation. A vector has nothing to save and other matrix products; a permuted h of three
+// dimensions with a frozen weight has a batched product in eager mode: both stay dense.
+bool keeps_lease(const at::Tensor& h, const at::Tensor& w2) {
+  if (!at::GradMode::is_enabled() || !(requires_grad(h) || requires_grad(w2))) return false;
+  return h.dim() >= 2 && (h.is_contiguous() || h.dim() == 2 || requires_grad(w2));
+}
+
+template <Activation A>
+at::Tensor linear_autograd(const at::Tensor& h, const at::Tensor& w2, const OptionalTensor& b2, std::string_view codec) {
+  check_linear(A == Activation::relu ? "relu_linear" : "relu_squared_linear", h, w2, b2);
+  parse_codec(codec);
+  if (!keeps_lease(h, w2)) return dense_linear(h, w2, b2, A);
+  return ActivationLinear::apply(h, w2, b2, std::string(activation_name(A)), std::string(codec), /*overwrite=*/false);
+}
+
+template <Activation A>
+at::Tensor ffn_autograd(const at::Tensor& x, const at::Tensor& w1, const OptionalTensor& b1, const at::Tensor& w2,
+                        const OptionalTensor& b2, std::string_view codec) {
+  check_ffn(A == Activation::relu ? "relu_ffn" : "relu_squared_ffn", x, w1, b1, w2, b2);
+  parse_codec(codec);
+  // The first layer is autograd's own: what it saves (x and w1) is what a block of one piece would save, and its gradients are
+  // the dense ones by construction.
+  at::Tensor h = at::linear(x, w1, b1);
+  if (!keeps_lease(h, w2)) return dense_linear(std::move(h), w2, b2, A);
+  return ActivationLinear::apply(h, w2, b2, std::string(activation_name(A)), std::string(codec), /*overwrite=*/true);
+}
+
+// Below autograd nothing is saved.
+template <Activation A>
+at::Tensor linear_inference(const at::Tensor& h, const at::Tensor& w2, const OptionalTensor& b2, std::string_view codec) {
+  check_linear(A == Activation::relu ? "relu_linear" : "relu_squared_linear", h, w2, b2);
+  parse_codec(codec);
+  return dense_linear(h, w2, b2, A);
+}
+
+template <Activation A>
+at::Tensor ffn_inference(const at::Tensor& x, const at::Tensor& w1, const OptionalTensor& b1, const at::Tensor& w2,
+                         const OptionalTensor& b2, std::string_view codec) {
+  check_ffn(A == Activation::relu ? "relu_ffn" : "relu_squared_ffn", x, w1, b1, w2, b2);
+  parse_codec(codec);
+  return dense_linear(at::linear(x, w1, b1), w2, b2, A);
+}
+
+// Autocast as for linear: every tensor to the lower precision.
+at::Tensor cast(const at::Tensor& t, c10::DeviceType device) {
+  return at::autocast::cached_cast(at::autocast::get_autocast_dtype(device), t, device);
+}
+OptionalTensor cast(const OptionalTensor& t, c10::DeviceType device) {
+  return t ? OptionalTensor(cast(*t, device)) : std::nullopt;
+}
+
+template <Activation A, c10::DeviceType Device>
+at::Tensor linear_autocast(const at::Tensor& h, const at::Tensor& w2, const OptionalTensor& b2, std::string_view codec) {
+  c10::impl::ExcludeDispatchKeyGuard no_autocast(at::autocast::get_autocast_dispatch_key_from_device_type(Device));
+  const auto op = A == Activation::relu ? relu_linear : relu_squared_linear;
+  return op(cast(h, Device), cast(w2, Device), cast(b2, Device), codec);
+}
+
+template <Activation A, c10::DeviceType Device>
+at::Tensor ffn_autocast(const at::Tensor& x, const at::Tensor& w1, const OptionalTensor& b1, const at::Tensor& w2,
+                        const OptionalTensor& b2, std::string_view codec) {
+  c10::impl::ExcludeDispatchKeyGuard no_autocast(at::autocast::get_autocast_dispatch_key_from_device_type(Device));
+  const auto op = A == Activation::relu ? relu_ffn : relu_squared_ffn;
+  return op(cast(x, Device), cast(w1, Device), cast(b1, Device), cast(w2, Device), cast(b2, Device), codec);
+}
+
+template <c10::DeviceType Device>
+void register_autocast(torch::Library& m) {
+  m.impl("relu_ffn", ffn_autocast<Activation::relu, Device>);
+  m.impl("relu_squared_ffn", ffn_autocast<Activation::relu_squared, Device>);
+  m.impl("relu_linear", linear_autocast<Activation::relu, Device>);
+  m.impl("relu_squared_linear", linear_autocast<Activation::relu_squared, Device>);
+}
+
+void register_inference(torch::Library& m) {
+  m.impl("relu_ffn", ffn_inference<Activation::relu>);
+  m.impl("relu_squared_ffn", ffn_inference<Activation::relu_squared>);
+  m.impl("relu_linear", linear_inference<Activation::relu>);
+  m.impl("relu_squared_linear", linear_inference<Activation::relu_squared>);
+}
+
+using FfnSignature = at::Tensor(const at::Tensor&, const at::Tensor&, const OptionalTensor&, const at::Tensor&, const OptionalTensor&,
+                                std::string_view);
+using LinearSignature = at::Tensor(const at::Tensor&, const at::Tensor&, const OptionalTensor&, std::string_view);
+
+template <class Signature>
+auto typed(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(bitsparse, Autograd, m) {
+  m.impl("relu_ffn", ffn_autograd<Activation::relu>);
+  m.impl("relu_squared_ffn", ffn_autograd<Activation::relu_squared>);
+  m.impl("relu_linear", linear_autograd<Activation::relu>);
+  m.impl("relu_squared_linear", linear_autograd<Activation::relu_squared>);
+}
+TORCH_LIBRARY_IMPL(bitsparse, CPU, m) { register_inference(m); }
+TORCH_LIBRARY_IMPL(bitsparse, CUDA, m) { register_inference(m); }
+TORCH_LIBRARY_IMPL(bitsparse, Meta, m) { register_inference(m); }
+TORCH_LIBRARY_IMPL(bitsparse, AutocastCPU, m) { register_autocast<c10::kCPU>(m); }
+TORCH_LIBRARY_IMPL(bitsparse, AutocastCUDA, m) { register_autocast<c10::kCUDA>(m); }
+
+at::Tensor relu_squared_ffn(const at::Tensor& x, const at::Tensor& w1, const OptionalTensor& b1, const at::Tensor& w2,
+                            const OptionalTensor& b2, std::string_view codec) {
+  static const auto op = typed<FfnSignature>("bitsparse::relu_squared_ffn");
+  return op.call(x, w1, b1, w2, b2, codec);
+}
+at::Tensor relu_ffn(const at::Tensor& x, const at::Tensor& w1, const OptionalTensor& b1, const at::Tensor& w2, const OptionalTensor& b2,
+                    std::string_view codec) {
+  static const auto op = typed<FfnSignature>("bitsparse::relu_ffn");
+  return op.call(x, w1, b1, w2, b2, codec);
+}
+at::Tensor relu_squared_linear(const at::Tensor& h, const at::Tensor& w2, const OptionalTensor& b2, std::string_view codec) {
+  static const auto op = typed<LinearSignature>("bitsparse::relu_squared_linear");
+  return op.call(h, w2, b2, codec);
+}
+at::Tensor relu_linear(const at::Tensor& h, const at::Tensor& w2, const OptionalTensor& b2, std::string_view codec) {
+  static const auto op = typed<LinearSignature>("bitsparse::relu_linear");
+  return op.call(h, w2, b2, codec);
+}
+
+}  // namespace bitsparse

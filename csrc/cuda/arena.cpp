@@ -1,0 +1,472 @@
+#include "cuda/arena.h"
+
+#include <ATen/cuda/CUDAEvent.h>
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <mutex>
+#include <string>
+#include <thread>
+
+#include "bitsparse/error.h"
+#include "cuda/capture.h"
+#include "cuda/check.h"
+#include "cuda/graph_owner.h"
+#include "cuda/slot_pool.h"
+#include "dtype.h"
+#include "launch.h"
+#include "lease.h"
+#include "sizing.h"
+
+namespace bitsparse::cuda {
+namespace {
+
+using c10::cuda::CUDAStream;
+
+constexpr std::uint32_t kPageShift = 13;  // 8192 units: 128 KiB
+constexpr std::int64_t kPageUnits = std::int64_t{1} << kPageShift;
+constexpr std::int64_t kPageBytes = kPageUnits * kUnitBytes;
+constexpr std::int64_t kGrowthPages = 16;  // slabs come in multiples of 2 MiB, as PyTorch's large blocks do
+
+std::int64_t pages_of_units(std::int64_t units) { return (units + kPageUnits - 1) / kPageUnits; }
+std::int64_t pages_of_bytes(std::int64_t bytes) { return (bytes + kPageBytes - 1) / kPageBytes; }
+
+std::uint32_t ring_slots(std::int64_t pages) {
+  std::uint32_t slots = 64;
+  while (slots < pages) slots *= 2;
+  return slots;
+}
+
+kernels::Epilogue epilogue_of(Activation activation) {
+  return activation == Activation::relu ? kernels::Epilogue::relu : kernels::Epilogue::relu_squared;
+}
+
+class CudaArena final : public Arena {
+ public:
+  CudaArena(c10::Device device, const ArenaOptions& options) : Arena(device), options_(options) {}
+  ~CudaArena() override {
+    if (spill_) cudaFreeHost(spill_);
+  }
+
+  MemoryStats memory_stats(bool synchronize) override;
+  void reset_peak_memory_stats() override;
+  void trim() override;
+  at::Tensor compress(const at::Tensor& h, const at::Tensor& out, Codec codec, Activation activation) override;
+
+  void restore(LeaseSlot& slot, const LeaseInfo& info, const at::Tensor& out, Activation activation);
+  void gradient(LeaseSlot& slot, const LeaseInfo& info, const at::Tensor& grad, Activation activation);
+  void end_lease(LeaseSlot* slot) noexcept;
+
+ private:
+  bool fixed() const { return options_.capacity.has_value(); }
+
+  // Everything below runs with mutex_ held and the arena's device current.
+  void initialise(CUDAStream stream);
+  LeaseSlot* begin(const LeaseInfo& info, CUDAStream stream);
+  void ensure_capacity(Sizing::Kind kind, std::int64_t worst, CUDAStream stream, bool capturing);
+  void grow(std::int64_t pages, CUDAStream stream);
+  void add_spill_region(CUDAStream stream);
+  bool wait_for_oldest_unfinished();
+  void trim_to(std::int64_t pages, CUDAStream stream);
+  void poll();
+  void adopt_orphans();
+  void enqueue_release(LeaseSlot& slot);
+  void raise_failure();
+  template <class Work>
+  void set_up(CUDAStream stream, Work work);
+  template <class Launch>
+  void read(LeaseSlot& slot, Launch launch);
+  std::int64_t bound_pages(const LeaseInfo& info) const;
+
+  const ArenaOptions options_;
+  std::mutex mutex_;
+  Sizing sizing_;
+
+  c10::DataPtr pool_memory_;  // PagePool and the slots of its rings
+  kernels::PagePool* pool_ = nullptr;
+  std::vector<c10::DataPtr> slabs_;
+  std::int64_t capacity_pages_ = 0;
+  void* spill_ = nullptr;
+  std::int64_t spill_pages_ = 0;
+  std::optional<CUDAStream> growth_stream_;  // where the last slab's pages were added
+  at::cuda::CUDAEvent growth_event_;
+
+  SlotPool slots_;
+  std::vector<LeaseSlot*> unsettled_;  // in the order of their start; a lease leaves when its pages were seen back
+  std::shared_ptr<OrphanedSlots> orphans_ = std::make_shared<OrphanedSlots>();
+
+  std::string failure_;  // to be raised by the next call
+  std::int64_t waits_ = 0, growths_ = 0, failures_ = 0, leases_total_ = 0;
+};
+
+class CudaLease final : public Lease {
+ public:
+  CudaLease(std::shared_ptr<CudaArena> arena, const LeaseInfo& info, LeaseSlot* slot)
+      : Lease(info), arena_(std::move(arena)), slot_(slot) {}
+  ~CudaLease() override { arena_->end_lease(slot_); }
+  void restore(const at::Tensor& out, Activation activation) override { arena_->restore(*slot_, info(), out, activation); }
+  void gradient(const at::Tensor& grad, Activation activation) override { arena_->gradient(*slot_, info(), grad, activation); }
+
+ private:
+  std::shared_ptr<CudaArena> arena_;
+  LeaseSlot* slot_;
+};
+
+// Work that no capture may record: setting up memory that outlives the graph.
+template <class Work>
+void CudaArena::set_up(CUDAStream stream, Work work) {
+  if (!capture_of(stream)) return work(stream);
+  RelaxedCapture relaxed;
+  const CUDAStream side = c10::cuda::getStreamFromPool(false, device().index());
+  c10::cuda::CUDAStreamGuard guard(side);
+  work(side);
+  check(cudaStreamSynchronize(side), "setting up an arena during graph capture");
+}
+
+void CudaArena::initialise(CUDAStream stream) {
+  if (pool_) return;
+  set_up(stream, [&](CUDAStream on) {
+    std::size_t free_bytes = 0, total_bytes = 0;
+    check(cudaMemGetInfo(&free_bytes, &total_bytes), "cudaMemGetInfo");
+    const std::uint32_t device_slots = ring_slots(static_cast<std::int64_t>(total_bytes) / kPageBytes);
+    const std::uint32_t spill_slots = ring_slots(options_.spill_bytes / kPageBytes);
+    const std::size_t header = (sizeof(kernels::PagePool) + 255) / 256 * 256;
+    pool_memory_ = c10::cuda::CUDACachingAllocator::get()->allocate(header + 8ull * (device_slots + spill_slots));
+    auto* base = static_cast<std::uint8_t*>(pool_memory_.get());
+    auto* rings = reinterpret_cast<std::uint64_t*>(base + header);
+    auto* pool = reinterpret_cast<kernels::PagePool*>(base);
+    check(kernels::init_pool(pool, rings, device_slots, rings + device_slots, spill_slots, kPageShift, on), "creating an arena");
+    pool_ = pool;
+    if (fixed()) {
+      const std::int64_t pages = *options_.capacity / kPageBytes;
+      if (pages) grow(pages, on);
+    }
+    if (fixed() || options_.density_bound) add_spill_region(on);
+    check(cudaStreamSynchronize(on), "creating an arena");  // once; from here on any stream may use the pool
+  });
+}
+
+void CudaArena::grow(std::int64_t pages, CUDAStream stream) {
+  set_up(stream, [&](CUDAStream on) {
+    // The pages' memory may still be in use by earlier work of this stream, so the kernel that offers them goes there too.
+    c10::DataPtr slab = c10::cuda::CUDACachingAllocator::get()->allocate(pages * kPageBytes);
+    check(kernels::push_pages(pool_, reinterpret_cast<std::uint64_t>(slab.get()), static_cast<std::uint32_t>(pages), 0, on),
+          "growing an arena");
+    slabs_.push_back(std::move(slab));
+    capacity_pages_ += pages;
+    ++growths_;
+    growth_stream_ = on;
+    growth_event_.record(on);
+  });
+}
+
+void CudaArena::add_spill_region(CUDAStream stream) {
+  const std::int64_t pages = options_.spill_bytes / kPageBytes;
+  if (spill_ || pages == 0) return;
+  if (cudaHostAlloc(&spill_, pages * kPageBytes, cudaHostAllocMapped | cudaHostAllocPortable) != cudaSuccess) {
+    cudaGetLastError();  // less safety net, not an error by itself
+    spill_ = nullptr;
+    return;
+  }
+  spill_pages_ = pages;
+  check(kernels::push_pages(pool_, reinterpret_cast<std::uint64_t>(spill_), static_cast<std::uint32_t>(pages), kernels::kPageSpilled,
+                            stream),
+        "adding a spill region");
+}
+
+std::int64_t CudaArena::bound_pages(const LeaseInfo& info) const {
+  const DType dtype = dtype_of(info.dtype, "h");
+  const std::int64_t worst = pages_of_units(max_payload_units(dtype, info.numel));
+  if (!options_.density_bound) return worst;
+  const double bytes_per_element = *options_.density_bound * element_bytes(dtype) + 0.125 + 0.01;
+  return std::min(worst, pages_of_bytes(static_cast<std::int64_t>(std::ceil(static_cast<double>(info.numel) * bytes_per_element))) + 1);
+}
+
+bool CudaArena::wait_for_oldest_unfinished() {
+  const auto oldest = std::find_if(unsettled_.begin(), unsettled_.end(), [](LeaseSlot* s) { return !s->finished && !s->capture; });
+  if (oldest == unsettled_.end()) return false;
+  ++waits_;
+  const cudaStream_t home = (*oldest)->home->stream();
+  for (int spins = 0; !(*oldest)->record->finished; ++spins) {
+    if (spins < 1000) continue;
+    const cudaError_t state = cudaStreamQuery(home);  // a kernel that died would never finish
+    if (state == cudaSuccess && !(*oldest)->record->finished) break;
+    if (state != cudaErrorNotReady) check(state, "waiting for a compress kernel");
+    std::this_thread::sleep_for(std::chrono::microseconds(20));
+  }
+  poll();
+  return true;
+}
+
+void CudaArena::ensure_capacity(Sizing::Kind kind, std::int64_t worst, CUDAStream stream, bool capturing) {
+  if (fixed()) return;
+  if (!capturing && sizing_.take_trim_due() && !options_.worst_case && !options_.density_bound) {
+    trim_to(sizing_.steady_pages(), stream);
+    add_spill_region(stream);
+  }
+  std::int64_t pages;
+  if (options_.worst_case || options_.density_bound) {
+    pages = sizing_.worst_case_demand(worst, stream.stream());
+  } else {
+    Sizing::Demand demand = sizing_.demand(kind, worst, stream.stream());
+    if (demand.may_wait && capturing) demand = {sizing_.worst_case_demand(worst, stream.stream()), false};
+    while (demand.may_wait && demand.pages > capacity_pages_ && wait_for_oldest_unfinished())
+      demand = sizing_.demand(kind, worst, stream.stream());
+    pages = demand.pages;
+  }
+  if (pages <= capacity_pages_) return;
+  const std::int64_t more = (pages - capacity_pages_ + kGrowthPages - 1) / kGrowthPages * kGrowthPages;
+  try {
+    grow(more, stream);
+  } catch (const c10::OutOfMemoryError&) {
+    if (capacity_pages_ == 0 && spill_pages_ == 0) throw;  // else try with what there is: a full arena is noticed
+  }
+}
+
+LeaseSlot* CudaArena::begin(const LeaseInfo& info, CUDAStream stream) {
+  const Capture capture = capture_of(stream);
+  const DType dtype = dtype_of(info.dtype, "h");
+  const std::int64_t worst = bound_pages(info);
+  const Sizing::Kind kind = static_cast<Sizing::Kind>(info.numel) * 16 + static_cast<Sizing::Kind>(dtype) * 3 +
+                            static_cast<Sizing::Kind>(info.codec);
+  ensure_capacity(kind, worst, stream, static_cast<bool>(capture));
+  const std::int64_t table = pages_of_units(max_payload_units(dtype, info.numel)) + 1;
+  LeaseSlot* slot = nullptr;
+  set_up(stream, [&](CUDAStream on) { slot = slots_.take({table, tile_count(dtype, info.numel)}, on); });
+  slot->home = stream;
+  slot->dense_bytes = info.numel * element_bytes(dtype);
+  slot->id = sizing_.start(kind, worst, stream.stream());
+  if (capture) {
+    slot->capture = capture.id;
+    sizing_.pin(slot->id);
+    own_by_graph(capture.graph, slot, orphans_);
+  }
+  if (info.numel == 0) {
+    slot->record->finished = 1;
+  }
+  unsettled_.push_back(slot);
+  ++leases_total_;
+  if (growth_stream_ && *growth_stream_ != stream && !capture) growth_event_.block(stream);
+  return slot;
+}
+
+at::Tensor CudaArena::compress(const at::Tensor& h, const at::Tensor& out, Codec codec, Activation activation) {
+  const c10::cuda::CUDAGuard guard(device());
+  const CUDAStream stream = c10::cuda::getCurrentCUDAStream();
+  const LeaseInfo info{h.numel(), h.scalar_type(), codec, device()};
+  LeaseSlot* slot;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    initialise(stream);
+    poll();
+    raise_failure();
+    slot = begin(info, stream);
+  }
+  auto lease = std::make_unique<CudaLease>(std::static_pointer_cast<CudaArena>(shared_from_this()), info, slot);
+  if (info.numel > 0) {
+    kernels::BlobStore store = slot->store(pool_, kPageShift);
+    if (slot->capture) {  // a replay finds the slot as the last one left it
+      kernels::BlobStore unrecorded = store;
+      unrecorded.record = nullptr;
+      check(kernels::release(unrecorded, stream), "preparing a captured lease");
+    }
+    check(kernels::compress(h.data_ptr(), out.data_ptr(), info.numel, dtype_of(info.dtype, "h"), codec, Keep::positive,
+                            epilogue_of(activation), store, stream),
+          "compress");
+  }
+  return make_handle(std::move(lease), slot->base());
+}
+
+template <class Launch>
+void CudaArena::read(LeaseSlot& slot, Launch launch) {
+  const c10::cuda::CUDAGuard guard(device());
+  const CUDAStream stream = c10::cuda::getCurrentCUDAStream();
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    poll();
+    raise_failure();
+  }
+  launch(slot.store(pool_, kPageShift), stream);
+  if (stream == *slot.home) return;
+  std::lock_guard<std::mutex> lock(mutex_);
+  auto reader = std::find_if(slot.readers.begin(), slot.readers.end(), [&](const auto& r) { return r.first == stream; });
+  if (reader == slot.readers.end()) reader = slot.readers.emplace(slot.readers.end(), stream, at::cuda::CUDAEvent());
+  reader->second.record(stream);
+}
+
+void CudaArena::restore(LeaseSlot& slot, const LeaseInfo& info, const at::Tensor& out, Activation activation) {
+  read(slot, [&](const kernels::BlobStore& store, CUDAStream stream) {
+    if (info.numel == 0) return;
+    check(kernels::restore(out.data_ptr(), info.numel, dtype_of(info.dtype, "out"), info.codec, Keep::positive, epilogue_of(activation),
+                           store, stream),
+          "restore");
+  });
+}
+
+void CudaArena::gradient(LeaseSlot& slot, const LeaseInfo& info, const at::Tensor& grad, Activation activation) {
+  read(slot, [&](const kernels::BlobStore& store, CUDAStream stream) {
+    if (info.numel == 0) return;
+    check(kernels::gradient(grad.data_ptr(), info.numel, dtype_of(info.dtype, "grad"), info.codec, epilogue_of(activation), store, stream),
+          "gradient");
+  });
+}
+
+void CudaArena::enqueue_release(LeaseSlot& slot) {
+  for (auto& [stream, event] : slot.readers) event.block(*slot.home);
+  slot.readers.clear();
+  kernels::BlobStore store = slot.store(pool_, kPageShift);
+  if (slot.capture) store.record = nullptr;  // the host never sees a replay's release
+  check(kernels::release(store, *slot.home), "release");
+}
+
+void CudaArena::end_lease(LeaseSlot* slot) noexcept {
+  try {
+    const c10::cuda::CUDAGuard guard(device());
+    std::lock_guard<std::mutex> lock(mutex_);
+    slot->ending = true;
+    sizing_.ending(slot->id);
+    const Capture capture = capture_of(*slot->home);
+    if (capture.id == slot->capture) {
+      enqueue_release(*slot);
+      slot->release_enqueued = true;
+    }
+    // Else either a capture is recording this stream and must not record the release of a lease that isn't its own: the next poll
+    // outside of it does it. Or a graph owns the lease: each replay starts by releasing what the last one left.
+  } catch (const std::exception&) {
+    // The process is ending and the CUDA context with it, or the device has failed, which the next call will report.
+  }
+}
+
+void CudaArena::adopt_orphans() {
+  for (LeaseSlot* slot : orphans_->take()) {
+    slot->capture = 0;
+    slot->release_enqueued = false;
+    sizing_.unpin(slot->id);
+  }
+}
+
+void CudaArena::poll() {
+  adopt_orphans();
+  std::size_t kept = 0;
+  for (LeaseSlot* slot : unsettled_) {
+    volatile kernels::LeaseRecord& record = *slot->record;
+    const bool released = record.released;
+    if (slot->ending && !slot->release_enqueued && !slot->capture && !capture_of(*slot->home)) {
+      enqueue_release(*slot);
+      slot->release_enqueued = true;
+    }
+    if (record.finished && (!slot->finished || slot->capture)) {
+      std::atomic_thread_fence(std::memory_order_acquire);
+      slot->units = static_cast<std::int64_t>(record.units);
+      sizing_.note_high_water(record.high_water);
+      if (!slot->finished) sizing_.finish(slot->id, pages_of_units(slot->units));
+      slot->finished = true;
+    }
+    if (record.lost_tiles) {
+      record.lost_tiles = 0;
+      ++failures_;
+      failure_ = c10::str("the arena of ", device(), " was full: a lease of ", slot->dense_bytes, " bytes dense needed ",
+                          slot->units * kUnitBytes, " bytes; the arena's capacity is ", capacity_pages_ * kPageBytes, " bytes and ",
+                          spill_pages_ * kPageBytes, " bytes of spill. Its gradients are NaN. ",
+                          fixed() ? "Raise Arena(capacity=...)" : options_.density_bound ? "Raise Arena(density_bound=...)"
+                                                                                          : "Raise Arena(spill_bytes=...) or set worst_case=True");
+    }
+    if (released && slot->ending) {
+      sizing_.end(slot->id);
+      slots_.give_back(slot);
+    } else {
+      unsettled_[kept++] = slot;
+    }
+  }
+  unsettled_.resize(kept);
+}
+
+void CudaArena::raise_failure() {
+  if (failure_.empty()) return;
+  const std::string what = std::exchange(failure_, {});
+  throw OutOfArenaMemory(what);
+}
+
+void CudaArena::trim_to(std::int64_t pages, CUDAStream stream) {
+  if (std::any_of(unsettled_.begin(), unsettled_.end(), [](LeaseSlot* s) { return !s->ending || s->capture; })) return;
+  if (!unsettled_.empty()) ++waits_;
+  for (LeaseSlot* slot : unsettled_) check(cudaStreamSynchronize(*slot->home), "waiting for leases to end");
+  poll();
+  if (!unsettled_.empty()) return;
+  if (pages >= capacity_pages_) return;
+  // Nothing in flight uses a page: start again with one slab of the right size.
+  slabs_.clear();
+  capacity_pages_ = 0;
+  kernels::PagePool pool{};
+  check(cudaMemcpyAsync(&pool, pool_, sizeof(pool), cudaMemcpyDeviceToHost, stream), "reading the pool");
+  check(cudaStreamSynchronize(stream), "reading the pool");
+  check(kernels::init_pool(pool_, pool.device_pages.slots, pool.device_pages.slot_mask + 1, pool.spill_pages.slots,
+                           pool.spill_pages.slot_mask + 1, kPageShift, stream),
+        "trimming an arena");
+  if (pages) grow(pages, stream);
+  if (spill_)
+    check(kernels::push_pages(pool_, reinterpret_cast<std::uint64_t>(spill_), static_cast<std::uint32_t>(spill_pages_),
+                              kernels::kPageSpilled, stream),
+          "adding a spill region");
+  check(cudaStreamSynchronize(stream), "trimming an arena");
+}
+
+void CudaArena::trim() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!pool_ || fixed()) return;
+  const c10::cuda::CUDAGuard guard(device());
+  poll();
+  trim_to(sizing_.steady_pages(), c10::cuda::getCurrentCUDAStream());
+}
+
+MemoryStats CudaArena::memory_stats(bool synchronize) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  MemoryStats stats;
+  if (pool_) {
+    const c10::cuda::CUDAGuard guard(device());
+    poll();
+    if (synchronize) {
+      check(cudaDeviceSynchronize(), "memory_stats(synchronize=True)");
+      poll();
+      raise_failure();
+    }
+  }
+  stats.capacity = capacity_pages_ * kPageBytes;
+  stats.in_use = sizing_.known_pages() * kPageBytes;
+  stats.high_water = sizing_.high_water() * kPageBytes;
+  stats.live_leases = sizing_.live();
+  for (const LeaseSlot* slot : unsettled_) {
+    stats.spilled += static_cast<std::int64_t>(slot->record->spilled_pages) * kPageBytes;
+    if (!slot->finished || slot->ending) continue;
+    stats.dense_bytes += slot->dense_bytes;
+    stats.payload_bytes += slot->units * kUnitBytes;
+  }
+  stats.payload_ratio = stats.dense_bytes ? static_cast<double>(stats.payload_bytes) / static_cast<double>(stats.dense_bytes) : 0;
+  stats.waits = waits_;
+  stats.growths = growths_;
+  stats.failures = failures_;
+  stats.leases_total = leases_total_;
+  return stats;
+}
+
+void CudaArena::reset_peak_memory_stats() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  sizing_.reset_high_water();
+}
+
+}  // namespace
+
+std::shared_ptr<Arena> make_arena(c10::Device device, const ArenaOptions& options) {
+  TORCH_CHECK_VALUE(device.index() < c10::cuda::device_count(), "bitsparse: expected a CUDA device below cuda:",
+                    static_cast<int>(c10::cuda::device_count()), ", got ", device);
+  return std::make_shared<CudaArena>(device, options);
+}
+
+c10::DeviceIndex current_device() { return c10::cuda::current_device(); }
+
+}  // namespace bitsparse::cuda

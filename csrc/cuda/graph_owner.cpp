@@ -1,0 +1,28 @@
+#include "cuda/graph_owner.h"
+
+#include "cuda/check.h"
+
+namespace bitsparse::cuda {
+namespace {
+
+struct Owned {
+  LeaseSlot* slot;
+  std::shared_ptr<OrphanedSlots> orphans;
+};
+
+void CUDART_CB graph_destroyed(void* data) {
+  std::unique_ptr<Owned> owned(static_cast<Owned*>(data));
+  owned->orphans->add(owned->slot);
+}
+
+}  // namespace
+
+void own_by_graph(cudaGraph_t graph, LeaseSlot* slot, std::shared_ptr<OrphanedSlots> orphans) {
+  auto owned = std::make_unique<Owned>(Owned{slot, std::move(orphans)});
+  cudaUserObject_t object = nullptr;
+  check(cudaUserObjectCreate(&object, owned.get(), graph_destroyed, 1, cudaUserObjectNoDestructorSync), "cudaUserObjectCreate");
+  owned.release();
+  check(cudaGraphRetainUserObject(graph, object, 1, cudaGraphUserObjectMove), "cudaGraphRetainUserObject");
+}
+
+}  // namespace bitsparse::cuda

@@ -1,0 +1,22 @@
+// The operators that PyTorch sees.
+#include <torch/library.h>
+
+TORCH_LIBRARY(bitsparse, m) {
+  // The blocks. Differentiable; outputs and gradients are those of the dense block, bit for bit.
+  m.def("relu_squared_ffn(Tensor x, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2=None, str codec=\"tight\") -> Tensor");
+  m.def("relu_ffn(Tensor x, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2=None, str codec=\"tight\") -> Tensor");
+  m.def("relu_squared_linear(Tensor h, Tensor w2, Tensor? b2=None, str codec=\"tight\") -> Tensor");
+  m.def("relu_linear(Tensor h, Tensor w2, Tensor? b2=None, str codec=\"tight\") -> Tensor");
+
+  // Any tensor to its packed form and back.
+  m.def("pack(Tensor t, str codec=\"tight\", str keep=\"nonzero\") -> Tensor");
+  m.def("unpack(Tensor packed, SymInt[] size, ScalarType dtype, bool validated=False) -> Tensor");
+
+  // What the blocks are made of. The arena lives outside of what functionalization and CUDA graph trees may copy or move: compilers
+  // run these ops between their graphs.
+  const std::vector<at::Tag> tags{at::Tag::cudagraph_unsafe};
+  m.def("_compress_activation_(Tensor(a!) h, str activation, str codec) -> Tensor", tags);
+  m.def("_compress_activation(Tensor h, str activation, str codec) -> (Tensor, Tensor)", tags);
+  m.def("_restore_activation(Tensor lease, SymInt[] size, ScalarType dtype, str activation) -> Tensor", tags);
+  m.def("_activation_gradient_(Tensor(a!) grad, Tensor lease, str activation) -> ()", tags);
+}
