@@ -1,0 +1,83 @@
+"""The operators between a block and its lease: every bit pattern through compress, restore and gradient."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support import CODECS, DEVICES, TRAINED, assert_same_bits, randn
+from test_codec import every_pattern
+
+import bitsparse
+
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+ops = torch.ops.bitsparse
+
+ACTIVATIONS = {"relu": F.relu, "relu_squared": lambda h: F.relu(h).square()}
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", TRAINED, ids=str)
+def test_every_bit_pattern(device, dtype, activation, codec):
+    """relu, its square, and the gradient have the bits that PyTorch's own operators give."""
+    h = every_pattern(dtype)
+    h = torch.cat([h, h[torch.randperm(len(h), generator=torch.Generator().manual_seed(1))]]).to(device)
+    copy = h.clone()
+    leaf = h.clone().requires_grad_()
+    expected = ACTIVATIONS[activation](leaf)
+    grad = randn(*h.shape, seed=2, dtype=dtype, device=device)
+    (expected_grad,) = torch.autograd.grad(expected, leaf, grad)
+
+    a, lease = ops._compress_activation(h, activation, codec)
+    assert_same_bits(h, copy, "h after compress")
+    assert_same_bits(a, expected.detach(), "activation")
+    assert_same_bits(ops._restore_activation(lease, list(h.shape), dtype, activation), expected.detach(), "restored")
+    ops._activation_gradient_(grad, lease, activation)
+    assert_same_bits(grad, expected_grad, "gradient")
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_in_place_form(device, activation):
+    h = randn(40, 300, seed=1, dtype=torch.bfloat16, device=device)
+    expected = ACTIVATIONS[activation](h)
+    lease = ops._compress_activation_(h, activation, "tight")
+    assert_same_bits(h, expected)
+    assert_same_bits(ops._restore_activation(lease, [40, 300], torch.bfloat16, activation), expected)
+
+
+def test_a_lease_is_read_as_often_as_wanted(device):
+    h = randn(40, 300, seed=1, dtype=torch.bfloat16, device=device)
+    a, lease = ops._compress_activation(h, "relu_squared", "tight")
+    assert (lease.dtype, lease.dim(), lease.device) == (torch.uint8, 1, h.device)
+    for _ in range(3):
+        assert_same_bits(ops._restore_activation(lease, [40, 300], torch.bfloat16, "relu_squared"), a)
+    assert bitsparse.memory_stats(device, synchronize=True)["live_leases"] == 1
+    view = lease[:1]
+    del lease
+    assert bitsparse.memory_stats(device, synchronize=True)["live_leases"] == 1, "a view keeps the storage alive"
+    del view
+    assert bitsparse.memory_stats(device, synchronize=True)["live_leases"] == 0
+
+
+def test_a_copy_of_a_lease_is_refused(device):
+    _, lease = ops._compress_activation(randn(4, 5, seed=1, dtype=torch.float32, device=device), "relu", "tight")
+    for wrong in (lease.clone(), torch.zeros(16, dtype=torch.uint8, device=device), torch.zeros(3, device=device)):
+        with pytest.raises(RuntimeError, match="lease"):
+            ops._restore_activation(wrong, [4, 5], torch.float32, "relu")
+        with pytest.raises(RuntimeError, match="lease"):
+            ops._activation_gradient_(torch.ones(4, 5, device=device), wrong, "relu")
+
+
+def test_a_lease_is_read_only_as_what_it_is(device):
+    _, lease = ops._compress_activation(randn(4, 5, seed=1, dtype=torch.float32, device=device), "relu", "tight")
+    with pytest.raises(RuntimeError, match=r"20.*21|21.*20"):
+        ops._restore_activation(lease, [3, 7], torch.float32, "relu")
+    with pytest.raises((RuntimeError, TypeError), match="dtype"):
+        ops._restore_activation(lease, [4, 5], torch.bfloat16, "relu")
+    with pytest.raises((RuntimeError, TypeError), match="dtype"):
+        ops._activation_gradient_(torch.ones(4, 5, device=device, dtype=torch.bfloat16), lease, "relu")
+    with pytest.raises(RuntimeError, match="grad"):
+        ops._activation_gradient_(torch.ones(4, 6, device=device), lease, "relu")
+    with pytest.raises(
+        (RuntimeError, ValueError), match=r"expected activation to be 'relu' or 'relu_squared', got 'gelu'"
+    ):
+        ops._restore_activation(lease, [4, 5], torch.float32, "gelu")

@@ -1,0 +1,251 @@
+"""Arenas: statistics, fixed sizes, and which arena a compression goes to."""
+
+import copy
+import pickle
+import threading
+
+import pytest
+import torch
+from support import (
+    DEVICES,
+    as_leaves,
+    assert_same_bits,
+    dense_ffn,
+    dense_linear,
+    ffn_arguments,
+    randn,
+    run_backward,
+    sparse,
+)
+
+import bitsparse
+from bitsparse import _C
+from bitsparse.arena import STAT_KEYS
+
+on_devices = pytest.mark.parametrize("device", DEVICES)
+
+
+def block(device, seed=1, tokens=64):
+    """A graph that holds one lease: (output, leaves)."""
+    leaves = as_leaves(
+        [
+            randn(tokens, 512, seed=seed, dtype=torch.bfloat16, device=device),
+            randn(16, 512, seed=2, dtype=torch.bfloat16, device=device),
+        ]
+    )
+    return bitsparse.relu_squared_linear(*leaves), leaves
+
+
+def assert_right(graph):
+    y, leaves = graph
+    y.sum().backward()
+    for leaf, grad in zip(leaves, run_backward(dense_linear, leaves)[1], strict=True):
+        assert_same_bits(leaf.grad, grad)
+
+
+@on_devices
+def test_statistics_have_the_documented_keys(device):
+    arena = bitsparse.Arena(device)
+    stats = arena.memory_stats()
+    assert set(stats) == set(STAT_KEYS)
+    for key, value in stats.items():
+        assert isinstance(value, float if key == "payload_ratio" else int), key
+        assert value == 0, key
+    assert set(bitsparse.memory_stats(device)) == set(STAT_KEYS)
+    for key in STAT_KEYS:
+        assert f"{key}:" in bitsparse.memory_stats.__doc__
+
+
+def test_a_device_without_an_arena_has_zeros_and_gets_none(run_python):
+    code = (
+        "import bitsparse; from bitsparse import _C;"
+        "assert not any(bitsparse.memory_stats('cpu').values());"
+        "assert not any(bitsparse.memory_stats('cuda').values());"
+        "bitsparse.reset_peak_memory_stats('cpu');"
+        "assert not _C.has_default_arena('cpu');"
+        "arena = _C.default_arena('cpu');"
+        "assert _C.has_default_arena('cpu') and arena.device == 'cpu', arena.device"
+    )
+    run_python("-c", code)
+
+
+@on_devices
+def test_statistics_follow_leases(device):
+    arena = bitsparse.Arena(device)
+    assert arena.device.type == device
+    with arena:
+        graphs = [block(device, seed) for seed in range(3)]
+    stats = arena.memory_stats(synchronize=True)
+    assert (stats["live_leases"], stats["leases_total"], stats["failures"], stats["spilled"]) == (3, 3, 0, 0)
+    assert stats["dense_bytes"] == 3 * 64 * 512 * 2
+    assert 0 < stats["in_use"] <= stats["high_water"] <= stats["capacity"]
+    packed = sum(bitsparse.compress(h.detach(), keep="positive").nbytes for _, (h, _) in graphs)
+    assert stats["payload_ratio"] == pytest.approx(packed / stats["dense_bytes"], abs=0.02)
+    graphs.pop(1)
+    assert arena.memory_stats(synchronize=True)["live_leases"] == 2
+    for graph in graphs:
+        assert_right(graph)
+    del graphs, graph
+    after = arena.memory_stats(synchronize=True)
+    assert (after["live_leases"], after["in_use"], after["dense_bytes"]) == (0, 0, 0)
+    assert after["leases_total"] == 3
+    assert after["high_water"] == stats["high_water"]
+    arena.reset_peak_memory_stats()
+    assert arena.memory_stats(synchronize=True)["high_water"] == 0
+    arena.trim()
+
+
+@on_devices
+def test_innermost_arena_is_used(device):
+    outer, inner = bitsparse.Arena(device), bitsparse.Arena(device)
+    default = bitsparse.memory_stats(device)["leases_total"]
+    graphs = []
+    with outer:
+        graphs.append(block(device))
+        with inner:
+            graphs.append(block(device))
+            with inner:
+                graphs.append(block(device))
+        graphs.append(block(device))
+    counts = [arena.memory_stats(synchronize=True)["live_leases"] for arena in (outer, inner)]
+    assert counts == [2, 2]
+    assert bitsparse.memory_stats(device)["leases_total"] == default
+    graphs.append(block(device))
+    assert bitsparse.memory_stats(device)["leases_total"] == default + 1
+    for graph in graphs:
+        assert_right(graph)
+
+
+@on_devices
+def test_leases_outlive_their_arena(device):
+    arena = bitsparse.Arena(device)
+    with arena:
+        graph = block(device)
+    del arena
+    for seed in range(5):
+        assert_right(block(device, seed))
+    assert_right(graph)
+
+
+@on_devices
+def test_with_affects_this_thread_only(device):
+    arena = bitsparse.Arena(device)
+    graphs = []
+    with arena:
+        thread = threading.Thread(target=lambda: graphs.append(block(device)))
+        thread.start()
+        thread.join()
+    assert arena.memory_stats()["leases_total"] == 0
+    assert_right(graphs.pop())
+
+
+@on_devices
+def test_leaving_by_an_exception(device):
+    arena = bitsparse.Arena(device)
+    with pytest.raises(KeyError), arena:
+        raise KeyError
+    assert_right(block(device))
+    assert arena.memory_stats()["leases_total"] == 0
+
+
+def test_leaving_an_arena_that_is_not_the_innermost():
+    first, second = bitsparse.Arena("cpu"), bitsparse.Arena("cpu")
+    first.__enter__()
+    second.__enter__()
+    with pytest.raises(RuntimeError, match=r"expected the innermost arena"):
+        first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
+    first.__exit__(None, None, None)
+    with pytest.raises(RuntimeError, match=r"expected the innermost arena"):
+        first.__exit__(None, None, None)
+
+
+def test_fixed_capacity_that_is_too_small():
+    """An error that names bytes and setting; no state is lost and the arena goes on working."""
+    arena = bitsparse.Arena("cpu", capacity=40_000)
+    with arena:
+        kept = block("cpu")
+        with pytest.raises(bitsparse.OutOfArenaMemory, match=r"needs \d+ bytes.* 40000 .*capacity") as caught:
+            block("cpu", tokens=640)
+        assert isinstance(caught.value, torch.OutOfMemoryError)
+        assert not str(caught.value).startswith("bitsparse.OutOfArenaMemory")
+        stats = arena.memory_stats()
+        assert (stats["capacity"], stats["failures"], stats["live_leases"]) == (40_000, 1, 1)
+        assert_right(kept)
+        del kept, caught
+        assert_right(block("cpu"))
+    assert arena.memory_stats()["in_use"] == 0
+
+
+def test_error_keeps_the_inputs_and_gradients_intact():
+    tensors = ffn_arguments("cpu", torch.float32)
+    copies = [t.clone() for t in tensors]
+    with bitsparse.Arena("cpu", capacity=0), pytest.raises(bitsparse.OutOfArenaMemory):
+        bitsparse.relu_squared_ffn(*as_leaves(tensors))
+    for t, expected in zip(tensors, copies, strict=True):
+        assert_same_bits(t, expected)
+    got, expected = run_backward(bitsparse.relu_squared_ffn, tensors), run_backward(dense_ffn, tensors)
+    assert_same_bits(got[0], expected[0])
+
+
+@on_devices
+@pytest.mark.parametrize("options", [{"density_bound": 1.0}, {"worst_case": True}, {"capacity": 64 << 20}], ids=str)
+def test_ways_to_size_an_arena(device, options):
+    arena = bitsparse.Arena(device, **options)
+    with arena:
+        for seed in range(8):
+            graphs = [block(device, seed + i) for i in range(3)]
+            while graphs:
+                assert_right(graphs.pop(0))
+    stats = arena.memory_stats(synchronize=True)
+    assert (stats["in_use"], stats["failures"], stats["leases_total"]) == (0, 0, 24)
+    if "worst_case" in options:
+        assert stats["waits"] == 0
+    if "capacity" in options:
+        assert stats["growths"] <= 1
+    assert next(iter(options)) in repr(arena)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"capacity": -1}, "expected capacity >= 0 bytes, got -1"),
+        ({"density_bound": 0.0}, r"expected density_bound in \(0, 1\], got 0"),
+        ({"density_bound": 1.5}, r"expected density_bound in \(0, 1\], got 1.5"),
+        ({"density_bound": float("nan")}, r"expected density_bound in \(0, 1\], got nan"),
+        ({"capacity": 1, "worst_case": True}, "expected at most one of capacity, density_bound and worst_case, got 2"),
+    ],
+)
+def test_settings_that_are_wrong(options, message):
+    with pytest.raises(ValueError, match=message):
+        bitsparse.Arena("cpu", **options)
+
+
+@pytest.mark.parametrize("device", ["meta", "mps"])
+def test_devices_that_are_not_supported(device):
+    with pytest.raises((ValueError, RuntimeError), match="expected device to be"):
+        bitsparse.Arena(device)
+    with pytest.raises(RuntimeError, match="nonsense"):
+        bitsparse.Arena("nonsense")
+
+
+@pytest.mark.skipif(_C.build_info()["cuda"] is not None, reason="built with CUDA")
+def test_build_without_cuda_says_so():
+    with pytest.raises(ValueError, match=r"expected device to be cpu, got cuda:0.*no CUDA code"):
+        bitsparse.Arena("cuda:0")
+
+
+def test_arenas_are_not_copied():
+    arena = bitsparse.Arena("cpu")
+    for attempt in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError):
+            attempt(arena)
+
+
+@on_devices
+def test_compress_takes_nothing_from_the_arena(device):
+    before = bitsparse.memory_stats(device, synchronize=True)
+    packed = bitsparse.compress(sparse(10_000, density=0.2, seed=1, dtype=torch.float32, device=device))
+    packed.decompress()
+    after = bitsparse.memory_stats(device, synchronize=True)
+    assert (after["live_leases"], after["leases_total"]) == (before["live_leases"], before["leases_total"])

@@ -1,0 +1,279 @@
+"""The ways in which autograd uses and drops what a block has saved."""
+
+import random
+import threading
+
+import pytest
+import torch
+from support import (
+    DEVICES,
+    TRAINED,
+    as_leaves,
+    assert_same_bits,
+    assert_same_training,
+    dense_ffn,
+    dense_linear,
+    ffn_arguments,
+    randn,
+    run_backward,
+)
+from torch.utils.checkpoint import checkpoint
+
+import bitsparse
+
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+
+
+def stats(device):
+    return bitsparse.memory_stats(device, synchronize=True)
+
+
+def test_no_gradient_needed_means_nothing_is_compressed(device):
+    tensors = ffn_arguments(device, torch.bfloat16)
+    expected = dense_ffn(*tensors)
+    run_backward(bitsparse.relu_squared_ffn, tensors)  # so that there is an arena whose counters could move
+    before = stats(device)
+    leaves = as_leaves(tensors)
+    with torch.no_grad():
+        results = [bitsparse.relu_squared_ffn(*leaves)]
+    with torch.inference_mode():
+        results.append(bitsparse.relu_squared_ffn(*leaves))
+        results.append(bitsparse.relu_squared_ffn(*[t.clone() for t in tensors]))
+    results.append(bitsparse.relu_squared_ffn(*tensors))
+    h = randn(10, 356, seed=9, dtype=torch.bfloat16, device=device)
+    bitsparse.relu_squared_linear(h, tensors[3])
+    with torch.no_grad():
+        bitsparse.relu_squared_linear(h.requires_grad_(), tensors[3])
+    for result in results:
+        assert not result.requires_grad
+        assert_same_bits(result, expected)
+    after = stats(device)
+    assert after["leases_total"] == before["leases_total"]
+    assert (after["in_use"], after["live_leases"]) == (0, 0)
+
+
+def test_h_is_not_modified_without_gradients(device):
+    h = randn(10, 356, seed=9, dtype=torch.bfloat16, device=device)
+    w2 = randn(4, 356, seed=3, dtype=torch.bfloat16, device=device)
+    copy = h.clone()
+    assert_same_bits(bitsparse.relu_squared_linear(h, w2), dense_linear(copy, w2))
+    assert_same_bits(h, copy)
+
+
+def test_only_the_last_bias_needs_a_gradient(device):
+    """Nothing of the activation is needed for it, so nothing is kept."""
+    tensors = ffn_arguments(device, torch.float32)
+    before = stats(device)["leases_total"]
+    assert_same_training(bitsparse.relu_squared_ffn, dense_ffn, tensors, frozen=(0, 1, 2, 3))
+    assert stats(device)["leases_total"] == before
+
+
+def test_a_lease_lives_as_long_as_its_graph(device):
+    leaves = as_leaves(ffn_arguments(device, torch.bfloat16))
+    start = stats(device)
+    y = bitsparse.relu_squared_ffn(*leaves)
+    during = stats(device)
+    assert during["live_leases"] == start["live_leases"] + 1
+    assert during["in_use"] > start["in_use"]
+    assert during["dense_bytes"] - start["dense_bytes"] == 70 * 356 * 2
+    y.sum().backward()
+    assert stats(device)["live_leases"] == start["live_leases"]
+    assert stats(device)["in_use"] == start["in_use"]
+
+
+def test_dropped_graph_returns_its_space(device):
+    leaves = as_leaves(ffn_arguments(device, torch.bfloat16))
+    for _ in range(5):
+        y = bitsparse.relu_squared_ffn(*leaves)
+        assert stats(device)["live_leases"] == 1
+        del y
+        assert (stats(device)["live_leases"], stats(device)["in_use"]) == (0, 0)
+
+
+@pytest.mark.parametrize("dtype", TRAINED, ids=str)
+def test_retain_graph(device, dtype):
+    tensors = ffn_arguments(device, dtype)
+
+    def twice(function):
+        leaves = as_leaves(tensors)
+        y = function(*leaves)
+        first = torch.autograd.grad(y, leaves, torch.ones_like(y), retain_graph=True)
+        second = torch.autograd.grad(y, leaves, torch.full_like(y, 0.5))
+        return [*first, *second]
+
+    for got, expected in zip(twice(bitsparse.relu_squared_ffn), twice(dense_ffn), strict=True):
+        assert_same_bits(got, expected)
+
+
+def test_backward_twice_without_retain_graph_is_an_error(device):
+    y = bitsparse.relu_squared_ffn(*as_leaves(ffn_arguments(device, torch.float32))).sum()
+    y.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        y.backward()
+
+
+def test_one_gradient_at_a_time(device):
+    """Each call asks for one gradient only; together they are the same as all at once."""
+    tensors = ffn_arguments(device, torch.bfloat16)
+    _, expected = run_backward(dense_ffn, tensors)
+    leaves = as_leaves(tensors)
+    y = bitsparse.relu_squared_ffn(*leaves)
+    for leaf, grad in zip(leaves, expected, strict=True):
+        (got,) = torch.autograd.grad(y.sum(), leaf, retain_graph=True)
+        assert_same_bits(got, grad)
+
+
+def test_gradient_accumulation(device):
+    tensors = ffn_arguments(device, torch.bfloat16)
+
+    def accumulate(function):
+        leaves = as_leaves(tensors)
+        for scale in (1.0, 0.5, 2.0):
+            (function(*leaves) * scale).sum().backward()
+        return [leaf.grad for leaf in leaves]
+
+    for got, expected in zip(accumulate(bitsparse.relu_squared_ffn), accumulate(dense_ffn), strict=True):
+        assert_same_bits(got, expected)
+
+
+def test_block_used_twice_in_one_graph(device):
+    tensors = ffn_arguments(device, torch.float32, d_out=24)
+
+    def nested(function):
+        leaves = as_leaves(tensors)
+        function(function(*leaves), *leaves[1:]).sum().backward()
+        return [leaf.grad for leaf in leaves]
+
+    for got, expected in zip(nested(bitsparse.relu_squared_ffn), nested(dense_ffn), strict=True):
+        assert_same_bits(got, expected)
+
+
+@pytest.mark.parametrize("name", ["relu_squared_ffn", "relu_ffn", "relu_squared_linear", "relu_linear"])
+def test_double_backward_is_a_clear_error(device, name):
+    tensors = ffn_arguments(device, torch.float32, d_in=356)
+    leaves = as_leaves(tensors if name.endswith("ffn") else [tensors[0], tensors[3], tensors[4]])
+    y = getattr(bitsparse, name)(*leaves)
+    (grad,) = torch.autograd.grad(y.square().sum(), leaves[0], create_graph=True)
+    with pytest.raises(RuntimeError, match=r"(?i)bitsparse.*(double backward|second derivative|differentiat\w+ twice)"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True], ids=["not_reentrant", "reentrant"])
+def test_activation_checkpointing(device, use_reentrant):
+    tensors = ffn_arguments(device, torch.bfloat16)
+
+    def wrapped(function):
+        return lambda *leaves: checkpoint(function, *leaves, use_reentrant=use_reentrant)
+
+    assert_same_training(wrapped(bitsparse.relu_squared_ffn), wrapped(dense_ffn), tensors)
+    leaves = as_leaves(tensors)
+    y = wrapped(bitsparse.relu_squared_ffn)(*leaves)
+    assert stats(device)["live_leases"] == 0  # nothing is kept until backward recomputes
+    y.sum().backward()
+
+
+def test_saved_tensor_hooks_that_keep_the_tensors(device):
+    tensors = ffn_arguments(device, torch.bfloat16)
+
+    def hooked(*leaves):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: (t,), lambda held: held[0]):
+            return bitsparse.relu_squared_ffn(*leaves)
+
+    assert_same_training(hooked, dense_ffn, tensors)
+
+
+def test_leases_released_in_random_order(device):
+    """Several microbatches in flight, of different sizes; some run backward, some are dropped; the rest stay right."""
+    generator = random.Random(1)
+    w2 = randn(16, 300, seed=1, dtype=torch.bfloat16, device=device)
+    expected, graphs = {}, {}
+    for index in range(24):
+        h = randn(generator.randrange(1, 90), 300, seed=100 + index, dtype=torch.bfloat16, device=device)
+        expected[index] = run_backward(dense_linear, [h, w2])[1]
+        leaves = as_leaves([h, w2])
+        graphs[index] = (bitsparse.relu_squared_linear(*leaves), leaves)
+        if index % 4 == 3:  # new leases take the place of old ones
+            for done in generator.sample(sorted(graphs), 2):
+                finish(graphs.pop(done), expected[done], drop=generator.random() < 0.3)
+    order = sorted(graphs)
+    generator.shuffle(order)
+    for left, index in zip(range(len(order), 0, -1), order, strict=True):
+        assert stats(device)["live_leases"] == left
+        finish(graphs.pop(index), expected[index], drop=generator.random() < 0.3)
+    assert (stats(device)["live_leases"], stats(device)["in_use"]) == (0, 0)
+
+
+def finish(graph, expected, drop):
+    y, leaves = graph
+    if drop:
+        return
+    y.sum().backward()
+    for leaf, grad in zip(leaves, expected, strict=True):
+        assert_same_bits(leaf.grad, grad)
+
+
+def test_first_in_first_out(device):
+    """The order of pipeline schedules: the oldest lease ends first while new ones are made."""
+    w2 = randn(16, 300, seed=1, dtype=torch.bfloat16, device=device)
+    queue = []
+    for step in range(40):
+        h = randn(64, 300, seed=step, dtype=torch.bfloat16, device=device)
+        leaves = as_leaves([h, w2])
+        queue.append(((bitsparse.relu_squared_linear(*leaves), leaves), run_backward(dense_linear, [h, w2])[1]))
+        if len(queue) > 4:
+            finish(*queue.pop(0), drop=False)
+    queue.clear()
+    assert stats(device)["in_use"] == 0
+
+
+def test_changed_in_place_before_backward_is_an_error(device):
+    """As everywhere in autograd: a saved tensor that was modified is noticed."""
+    leaves = as_leaves(ffn_arguments(device, torch.float32))
+    y = bitsparse.relu_squared_ffn(*leaves)
+    with torch.no_grad():
+        leaves[3].add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_threads(device):
+    """Forward and backward in several threads at once, in the default arena and in arenas of their own."""
+    tensors = ffn_arguments(device, torch.bfloat16, tokens=(200,))
+    w = tensors[1:]
+    inputs = [randn(200, 24, seed=50 + i, dtype=torch.bfloat16, device=device) for i in range(6)]
+    expected = [run_backward(dense_ffn, [x, *w]) for x in inputs]
+    failures = []
+
+    def work(index):
+        try:
+            for _ in range(10):
+                got = run_backward(bitsparse.relu_squared_ffn, [inputs[index], *w])
+                assert_same_bits(got[0], expected[index][0])
+                for a, b in zip(got[1], expected[index][1], strict=True):
+                    assert_same_bits(a, b)
+        except BaseException as error:
+            failures.append(error)
+
+    def work_in_arena(index):
+        with bitsparse.Arena(device):
+            work(index)
+
+    targets = [work if index % 2 else work_in_arena for index in range(len(inputs))]
+    threads = [threading.Thread(target=target, args=(i,)) for i, target in enumerate(targets)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures
+
+
+def test_forward_and_backward_in_different_threads(device):
+    tensors = ffn_arguments(device, torch.bfloat16)
+    _, expected = run_backward(dense_ffn, tensors)
+    leaves = as_leaves(tensors)
+    y = bitsparse.relu_squared_ffn(*leaves).sum()
+    thread = threading.Thread(target=y.backward)
+    thread.start()
+    thread.join()
+    for leaf, grad in zip(leaves, expected, strict=True):
+        assert_same_bits(leaf.grad, grad)

@@ -1,0 +1,316 @@
+"""What only a GPU can show: no synchronisation, graph capture, streams, sizes beyond 32 bits, a full arena."""
+
+import gc
+
+import pytest
+import torch
+from support import (
+    as_leaves,
+    assert_same_bits,
+    bits,
+    dense_ffn,
+    dense_linear,
+    ffn_arguments,
+    randn,
+    run_backward,
+    sparse,
+)
+
+import bitsparse
+
+pytestmark = pytest.mark.cuda
+
+
+@pytest.fixture
+def no_synchronisation():
+    """Lets PyTorch raise an error whenever the host waits for the device; on only inside `with`."""
+
+    class Forbidden:
+        def __enter__(self):
+            torch.cuda.set_sync_debug_mode("error")
+
+        def __exit__(self, *_):
+            torch.cuda.set_sync_debug_mode("default")
+
+    yield Forbidden()
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", ["relu_squared_ffn", "relu_ffn", "relu_squared_linear", "relu_linear"])
+def test_no_synchronisation_in_training(no_synchronisation, name):
+    tensors = ffn_arguments("cuda", torch.bfloat16, tokens=(512,))
+    if name.endswith("linear"):
+        tensors = [randn(512, 356, seed=6, dtype=torch.bfloat16, device="cuda"), *tensors[3:]]
+    function = getattr(bitsparse, name)
+    grad = torch.ones_like(function(*tensors))
+    for _ in range(4):
+        run_backward(function, tensors, grad)
+    torch.cuda.synchronize()
+    waits = bitsparse.memory_stats("cuda", synchronize=True)["waits"]
+    with no_synchronisation:
+        for _ in range(10):
+            leaves = as_leaves(tensors)
+            graphs = [function(*leaves) for _ in range(3)]
+            bitsparse.memory_stats("cuda")
+            for y in graphs:
+                y.backward(grad)
+    del graphs, y
+    assert bitsparse.memory_stats("cuda", synchronize=True)["waits"] == waits
+
+
+def test_no_synchronisation_in_the_first_step_of_a_worst_case_arena(no_synchronisation):
+    tensors = ffn_arguments("cuda", torch.bfloat16, tokens=(512,))
+    expected = run_backward(dense_ffn, tensors)
+    arena = bitsparse.Arena("cuda", worst_case=True)
+    grad = torch.ones_like(expected[0])
+    torch.cuda.synchronize()
+    with arena, no_synchronisation:
+        got = run_backward(bitsparse.relu_squared_ffn, tensors, grad)
+    assert_same_bits(got[0], expected[0])
+    assert arena.memory_stats(synchronize=True)["waits"] == 0
+
+
+def test_steady_state_neither_waits_nor_grows():
+    tensors = ffn_arguments("cuda", torch.bfloat16, tokens=(4096,))
+    arena = bitsparse.Arena("cuda")
+
+    def step():
+        leaves = as_leaves(tensors)
+        ys = [bitsparse.relu_squared_ffn(*leaves) for _ in range(6)]
+        torch.stack(ys).sum().backward()
+
+    with arena:
+        for _ in range(6):
+            step()
+        before = arena.memory_stats(synchronize=True)
+        for _ in range(20):
+            step()
+        after = arena.memory_stats(synchronize=True)
+    assert (after["waits"], after["growths"]) == (before["waits"], before["growths"])
+    assert after["capacity"] <= 2 * after["high_water"] + (8 << 20)
+    assert after["in_use"] == 0
+
+
+def test_results_do_not_depend_on_where_blobs_are():
+    """Atomics place the tiles in another order every time; restored bits are the same."""
+    h = randn(2048, 1000, seed=1, dtype=torch.bfloat16, device="cuda")
+    w2 = randn(32, 1000, seed=2, dtype=torch.bfloat16, device="cuda")
+    expected = run_backward(dense_linear, [h, w2])[1]
+    for _ in range(20):
+        for a, b in zip(run_backward(bitsparse.relu_squared_linear, [h, w2])[1], expected, strict=True):
+            assert_same_bits(a, b)
+
+
+def static_copies(tensors):
+    return [t.clone().requires_grad_() for t in tensors]
+
+
+@pytest.mark.parametrize("arena_options", [None, {"worst_case": True}], ids=["default", "worst_case"])
+def test_graph_capture_and_replay(arena_options):
+    """Forward and backward in one CUDA graph; every replay trains on other data."""
+    tensors = ffn_arguments("cuda", torch.bfloat16, tokens=(300,))
+    leaves = static_copies(tensors)
+    grad = randn(300, 20, seed=3, dtype=torch.bfloat16, device="cuda")
+    arena = bitsparse.Arena("cuda", **(arena_options or {}))
+    with arena:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                torch.autograd.grad(bitsparse.relu_squared_ffn(*leaves), leaves, grad)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = bitsparse.relu_squared_ffn(*leaves)
+            grads = torch.autograd.grad(y, leaves, grad)
+    for seed in range(10):
+        x = randn(300, 24, seed=20 + seed, dtype=torch.bfloat16, device="cuda", scale=1.0 + seed)
+        with torch.no_grad():
+            leaves[0].copy_(x)
+        graph.replay()
+        expected = run_backward(dense_ffn, [x, *tensors[1:]], grad)
+        assert_same_bits(y.detach(), expected[0], f"replay {seed}")
+        for a, b in zip(grads, expected[1], strict=True):
+            assert_same_bits(a, b, f"replay {seed}")
+    del graph, y, grads
+    gc.collect()
+    assert arena.memory_stats(synchronize=True)["live_leases"] == 0
+
+
+def test_graph_replays_between_eager_steps():
+    """An eager step between replays takes nothing that the graph writes to, and the other way round."""
+    tensors = ffn_arguments("cuda", torch.bfloat16, tokens=(300,))
+    leaves = static_copies(tensors)
+    expected = run_backward(dense_ffn, tensors)
+    for _ in range(3):
+        torch.autograd.grad(bitsparse.relu_squared_ffn(*leaves).sum(), leaves)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        grads = torch.autograd.grad(bitsparse.relu_squared_ffn(*leaves).sum(), leaves)
+    for _ in range(5):
+        held = as_leaves(tensors)
+        y = bitsparse.relu_squared_ffn(*held)
+        graph.replay()
+        for a, b in zip(grads, expected[1], strict=True):
+            assert_same_bits(a, b, "replay")
+        y.sum().backward()
+        for leaf, b in zip(held, expected[1], strict=True):
+            assert_same_bits(leaf.grad, b, "eager")
+    del y, graph, grads
+
+
+def test_make_graphed_callables():
+    torch.manual_seed(1)
+    module = bitsparse.nn.ReLUSquaredFFN(64, device="cuda", dtype=torch.bfloat16)
+    parameters = [p.detach().clone() for p in module.parameters()]
+    sample = torch.randn(128, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    graphed = torch.cuda.make_graphed_callables(module, (sample,))
+    for seed in range(5):
+        x = randn(128, 64, seed=seed, dtype=torch.bfloat16, device="cuda")
+        expected = run_backward(dense_ffn, [x, *parameters])
+        leaf = x.clone().requires_grad_()
+        module.zero_grad()
+        y = graphed(leaf)
+        y.sum().backward()
+        assert_same_bits(y.detach(), expected[0])
+        for got, grad in zip([leaf, *module.parameters()], expected[1], strict=True):
+            assert_same_bits(got.grad, grad)
+    del graphed, y
+    module.zero_grad()
+
+
+def test_streams_side_by_side():
+    """Blocks on several streams, with work of different length before them, share an arena."""
+    tensors = ffn_arguments("cuda", torch.bfloat16, tokens=(2000,))
+    inputs = [randn(2000, 24, seed=40 + i, dtype=torch.bfloat16, device="cuda") for i in range(4)]
+    expected = [run_backward(dense_ffn, [x, *tensors[1:]]) for x in inputs]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in inputs]
+    for _ in range(5):
+        results = []
+        for index, (x, stream) in enumerate(zip(inputs, streams, strict=True)):
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(200_000 * (index % 3))
+                results.append(run_backward(bitsparse.relu_squared_ffn, [x, *tensors[1:]]))
+        torch.cuda.synchronize()
+        for got, wanted in zip(results, expected, strict=True):
+            assert_same_bits(got[0], wanted[0])
+            for a, b in zip(got[1], wanted[1], strict=True):
+                assert_same_bits(a, b)
+
+
+def test_space_is_not_reused_before_it_was_read():
+    """A slow backward on one stream; the lease's owner is gone on the host long before the device reads it."""
+    tensors = ffn_arguments("cuda", torch.bfloat16, tokens=(2000,))
+    expected = run_backward(dense_ffn, tensors)
+    others = [randn(2000, 24, seed=60 + i, dtype=torch.bfloat16, device="cuda", scale=3.0) for i in range(8)]
+    slow, fast = torch.cuda.Stream(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with bitsparse.Arena("cuda"):
+        for _ in range(3):
+            with torch.cuda.stream(slow):
+                leaves = as_leaves(tensors)
+                y = bitsparse.relu_squared_ffn(*leaves)
+                torch.cuda._sleep(20_000_000)
+                y.sum().backward()
+                del y
+            with torch.cuda.stream(fast):
+                for x in others:
+                    run_backward(bitsparse.relu_squared_ffn, [x, *tensors[1:]])
+            torch.cuda.synchronize()
+            for leaf, grad in zip(leaves, expected[1], strict=True):
+                assert_same_bits(leaf.grad, grad)
+
+
+def test_forward_and_backward_on_different_streams():
+    tensors = ffn_arguments("cuda", torch.bfloat16, tokens=(2000,))
+    expected = run_backward(dense_ffn, tensors)
+    torch.cuda.synchronize()
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    for _ in range(5):
+        leaves = as_leaves(tensors)
+        with torch.cuda.stream(first):
+            torch.cuda._sleep(2_000_000)
+            y = bitsparse.relu_squared_ffn(*leaves).sum()
+        second.wait_stream(first)
+        with torch.cuda.stream(second):
+            y.backward()
+        torch.cuda.synchronize()
+        for leaf, grad in zip(leaves, expected[1], strict=True):
+            assert_same_bits(leaf.grad, grad)
+    del y
+
+
+def test_arena_that_is_too_small_is_never_silent():
+    """Exact through other storage, or an error; if results are already out, they are NaN and the error follows."""
+    tensors = ffn_arguments("cuda", torch.bfloat16, tokens=(8192,), d_ff=1024)
+    expected = run_backward(dense_ffn, tensors)
+    arena = bitsparse.Arena("cuda", capacity=1 << 20)
+    with arena:
+        try:
+            got = run_backward(bitsparse.relu_squared_ffn, tensors)
+            arena.memory_stats(synchronize=True)
+        except torch.OutOfMemoryError as error:
+            assert "capacity" in str(error)
+            assert arena.memory_stats()["failures"] > 0
+            return
+    torch.cuda.synchronize()
+    assert_same_bits(got[0], expected[0])
+    for a, b in zip(got[1], expected[1], strict=True):
+        assert_same_bits(a, b)
+
+
+def test_too_small_arena_gives_nan_or_exact_gradients():
+    tensors = ffn_arguments("cuda", torch.bfloat16, tokens=(8192,), d_ff=1024)
+    expected = run_backward(dense_ffn, tensors)
+    leaves = as_leaves(tensors)
+    with bitsparse.Arena("cuda", capacity=1 << 20):
+        try:
+            y = bitsparse.relu_squared_ffn(*leaves)
+            y.sum().backward()
+        except torch.OutOfMemoryError:
+            return
+    for index in (1, 3):
+        grad = leaves[index].grad
+        assert torch.equal(bits(grad), bits(expected[1][index])) or bool(grad.isnan().any())
+
+
+def test_several_devices():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    for device in ("cuda:1", "cuda:0"):  # the current device stays 0
+        tensors = ffn_arguments(device, torch.bfloat16)
+        expected, got = run_backward(dense_ffn, tensors), run_backward(bitsparse.relu_squared_ffn, tensors)
+        assert_same_bits(got[0], expected[0])
+        for a, b in zip(got[1], expected[1], strict=True):
+            assert_same_bits(a, b)
+        packed = bitsparse.compress(tensors[0])
+        assert packed.device == torch.device(device)
+        assert_same_bits(packed.decompress(), tensors[0])
+    assert bitsparse.memory_stats("cuda:1", synchronize=True)["leases_total"] > 0
+
+
+@pytest.mark.slow
+def test_more_than_two_to_the_31_elements():
+    numel = (1 << 31) + 12_345
+    t = torch.zeros(numel, dtype=torch.bfloat16, device="cuda")
+    piece = sparse(1 << 22, density=0.3, seed=1, dtype=torch.bfloat16, device="cuda")
+    for start in (0, (1 << 30) - 99, (1 << 31) - 5_000_000, numel - len(piece)):
+        t[start : start + len(piece)] = piece
+    packed = bitsparse.compress(t)
+    assert packed.numel == numel
+    assert torch.equal(packed.decompress().view(torch.int16), t.view(torch.int16))
+
+
+@pytest.mark.slow
+def test_training_with_more_than_two_to_the_31_elements():
+    tokens, d_ff = (1 << 20) + 3, 2056
+    h = torch.randn(tokens, d_ff, device="cuda", dtype=torch.bfloat16)
+    assert h.numel() > 1 << 31
+    w2 = randn(8, d_ff, seed=2, dtype=torch.bfloat16, device="cuda")
+    expected = run_backward(dense_linear, [h, w2])
+    got = run_backward(bitsparse.relu_squared_linear, [h, w2])
+    assert_same_bits(got[0], expected[0])
+    assert torch.equal(bits(got[1][0]), bits(expected[1][0]))
+    assert_same_bits(got[1][1], expected[1][1])

@@ -1,0 +1,164 @@
+"""What a caller can get wrong: the error names the operator, the argument, what was expected and what came."""
+
+import re
+
+import pytest
+import torch
+from support import DEVICES, STORED, ffn_arguments, randn
+
+import bitsparse
+
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+
+NAMES = ("relu_squared_ffn", "relu_ffn", "relu_squared_linear", "relu_linear")
+ARGUMENTS = {"ffn": ["x", "w1", "b1", "w2", "b2"], "linear": ["h", "w2", "b2"]}
+SHAPES = {"x": (70, 24), "w1": (356, 24), "b1": (356,), "w2": (20, 356), "b2": (20,), "h": (70, 356)}
+
+
+def call(name, device, dtype=torch.float32, **changed):
+    """Calls a function with good arguments but for those given."""
+    tensors = dict(zip(("x", "w1", "b1", "w2", "b2"), ffn_arguments(device, dtype), strict=True))
+    tensors["h"] = randn(70, 356, seed=6, dtype=dtype, device=device)
+    names = ARGUMENTS[name.rsplit("_", 1)[1]]
+    options = {"codec": changed.pop("codec")} if "codec" in changed else {}
+    return getattr(bitsparse, name)(*[changed.get(key, tensors[key]) for key in names], **options)
+
+
+def arguments_of(name):
+    return ARGUMENTS[name.rsplit("_", 1)[1]]
+
+
+def zeros(*shape, device, dtype=torch.float32):
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_first_argument_of_another_dtype(device, name):
+    first = arguments_of(name)[0]
+    for dtype, printed in [(torch.float64, "Double"), (torch.int32, "Int"), (torch.float8_e5m2, "Float8_e5m2")]:
+        message = (
+            f"bitsparse::{name}: expected {first} to have dtype bfloat16, float16 or float32, got {printed}"
+        )  # fmt: skip
+        with pytest.raises(TypeError, match=re.escape(message)):
+            call(name, device, **{first: zeros(*SHAPES[first], device=device, dtype=dtype)})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_other_argument_of_another_dtype(device, name):
+    first, *others = arguments_of(name)
+    for other in others:
+        message = f"bitsparse::{name}: expected {other} to have the dtype of {first} (Float), got BFloat16"
+        with pytest.raises(TypeError, match=re.escape(message)):
+            call(name, device, **{other: zeros(*SHAPES[other], device=device, dtype=torch.bfloat16)})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_argument_on_another_device(device, name):
+    first, *others = arguments_of(name)
+    elsewhere = "cpu" if device == "cuda" else "meta"
+    for other in others:
+        message = f"expected {other} to be on the device of {first} \\({device}(:0)?\\), got {elsewhere}"
+        with pytest.raises((ValueError, RuntimeError), match=message):
+            call(name, device, **{other: zeros(*SHAPES[other], device=elsewhere)})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_wrong_shapes(device, name):
+    first = arguments_of(name)[0]
+    wrong = {
+        "w1": [((356, 25), "shape (*, 24), got [356, 25]"), ((24,), "2 dimensions, got shape [24]")],
+        "b1": [((355,), "shape (356), got [355]"), ((1, 356), "1 dimension, got shape [1, 356]")],
+        "w2": [((20, 355), "shape (*, 356), got [20, 355]"), ((1, 20, 356), "2 dimensions, got shape [1, 20, 356]")],
+        "b2": [((21,), "shape (20), got [21]"), ((), "1 dimension, got shape []")],
+        first: [((), "at least 1 dimension, got a scalar")],
+    }
+    for argument in arguments_of(name):
+        for shape, expected in wrong[argument]:
+            message = f"bitsparse::{name}: expected {argument} to have {expected}"
+            with pytest.raises(ValueError, match=re.escape(message)):
+                call(name, device, **{argument: zeros(*shape, device=device)})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_first_argument_that_is_too_wide(device, name):
+    first, second = arguments_of(name)[:2]
+    width = SHAPES[first][1]
+    message = f"expected {second} to have shape (*, {width + 1}), got"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call(name, device, **{first: zeros(70, width + 1, device=device)})
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_unknown_codec(device, name, needs_grad):
+    first = arguments_of(name)[0]
+    value = zeros(*SHAPES[first], device=device).requires_grad_(needs_grad)
+    for codec in ("zip", "", "Tight"):
+        message = f"expected codec to be 'raw', 'signless' or 'tight', got '{codec}'"
+        with pytest.raises(ValueError, match=message):
+            call(name, device, codec=codec, **{first: value})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_layout_that_is_not_strided(device, name):
+    first = arguments_of(name)[0]
+    with pytest.raises((ValueError, RuntimeError, NotImplementedError)):
+        call(name, device, **{first: zeros(*SHAPES[first], device=device).to_sparse()})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_not_a_tensor(device, name):
+    for argument in arguments_of(name):
+        with pytest.raises((TypeError, RuntimeError), match=argument):
+            call(name, device, **{argument: "text"})
+
+
+def test_compress(device):
+    for dtype in (torch.float64, torch.int32, torch.bool, torch.complex64):
+        message = "expected t to have dtype bfloat16, float16, float32, float8_e4m3fn or float8_e5m2, got"
+        with pytest.raises(TypeError, match=message):
+            bitsparse.compress(zeros(5, device=device, dtype=dtype))
+    for codec in ("zip", ""):
+        with pytest.raises(ValueError, match=f"expected codec to be 'raw', 'signless' or 'tight', got '{codec}'"):
+            bitsparse.compress(zeros(5, device=device), codec)
+    with pytest.raises(ValueError, match="expected keep to be 'positive' or 'nonzero', got 'all'"):
+        bitsparse.compress(zeros(5, device=device), keep="all")
+    with pytest.raises((ValueError, RuntimeError, NotImplementedError)):
+        bitsparse.compress(zeros(5, device=device).to_sparse())
+    with pytest.raises((TypeError, ValueError, RuntimeError, NotImplementedError)):
+        bitsparse.compress(torch.zeros(5, device="meta"))
+
+
+@pytest.mark.parametrize("dtype", STORED, ids=str)
+def test_unpack_as_something_else(device, dtype):
+    packed = bitsparse.compress(torch.ones(6, device=device).to(dtype)).packed
+    other = torch.float32 if dtype != torch.float32 else torch.bfloat16
+    unpack = torch.ops.bitsparse.unpack
+    with pytest.raises((ValueError, TypeError, RuntimeError), match="dtype"):
+        unpack(packed, [6], other)
+    for size in ([7], [2, 2], [-6], [0]):
+        with pytest.raises((ValueError, RuntimeError), match=r"size|elements"):
+            unpack(packed, size, dtype)
+    with pytest.raises((ValueError, TypeError, RuntimeError), match="packed"):
+        unpack(packed.to(torch.int32), [6], dtype)
+    with pytest.raises((ValueError, TypeError, RuntimeError), match="packed"):
+        unpack(packed[None], [6], dtype)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_saved_tensors_that_were_copied(device, name):
+    """Hooks that move or copy what is saved can't copy a lease; that is said, never guessed."""
+    tensors = [t.requires_grad_() for t in ffn_arguments(device, torch.float32)]
+    if name.endswith("linear"):
+        tensors = [randn(70, 356, seed=6, dtype=torch.float32, device=device).requires_grad_(), *tensors[3:]]
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda t: t):
+        y = getattr(bitsparse, name)(*tensors)
+    with pytest.raises(RuntimeError, match=r"lease.*got a copy of it"):
+        y.sum().backward()
+
+
+def test_nothing_is_left_behind_by_an_error(device):
+    before = bitsparse.memory_stats(device, synchronize=True)
+    with pytest.raises(ValueError):
+        call("relu_squared_ffn", device, codec="zip")
+    assert bitsparse.memory_stats(device, synchronize=True) == before

@@ -1,0 +1,137 @@
+"""The compressed activation is the only wide thing that a block keeps for backward."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support import DEVICES, as_leaves, dense_ffn, dense_linear, ffn_arguments, randn
+
+import bitsparse
+
+TOKENS, D, D_FF = 512, 64, 1024
+WIDE = TOKENS * D_FF  # more elements than any weight has
+
+on_devices = pytest.mark.parametrize("device", DEVICES)
+
+
+def saved_by(function, tensors):
+    """What autograd saves: every tensor, without storages that arguments have."""
+    saved = []
+
+    def keep(t):
+        saved.append(t)
+        return t
+
+    leaves = as_leaves(tensors)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        y = function(*leaves)
+    given = {t.untyped_storage().data_ptr() for t in leaves if t is not None}
+    return y, [t for t in saved if t.untyped_storage().data_ptr() not in given]
+
+
+def arguments(device, dtype=torch.bfloat16):
+    return ffn_arguments(device, dtype, (TOKENS,), d_in=D, d_ff=D_FF, d_out=D)
+
+
+@on_devices
+def test_the_dense_block_keeps_two_wide_tensors(device):
+    """So that the other tests here measure what they mean to."""
+    _, saved = saved_by(dense_ffn, arguments(device))
+    wide = {t.untyped_storage().data_ptr() for t in saved if t.numel() >= WIDE}
+    assert len(wide) == 2
+
+
+@on_devices
+@pytest.mark.parametrize("name", ["relu_squared_ffn", "relu_ffn", "relu_squared_linear", "relu_linear"])
+def test_autograd_saves_a_handle_and_nothing_wide(device, name):
+    x, w1, b1, w2, b2 = arguments(device)
+    h = F.linear(x, w1, b1)
+    tensors = [x, w1, b1, w2, b2] if name.endswith("ffn") else [h, w2, b2]
+    before = bitsparse.memory_stats(device, synchronize=True)["in_use"]
+    y, saved = saved_by(getattr(bitsparse, name), tensors)
+    assert sum(t.untyped_storage().nbytes() for t in saved) <= 1024, [tuple(t.shape) for t in saved]
+    in_use = bitsparse.memory_stats(device, synchronize=True)["in_use"] - before
+    packed = bitsparse.compress(h, keep="positive").nbytes
+    assert packed - 1024 <= in_use <= packed + (2 << 20 if device == "cuda" else 1024), "whole pages on CUDA"
+    y.sum().backward()
+
+
+@on_devices
+def test_pre_activation_is_not_kept_by_the_linear_form(device):
+    """Once the caller lets go of h, nothing holds its memory."""
+    _, _, _, w2, _ = arguments(device)
+    h = randn(TOKENS, D_FF, seed=1, dtype=torch.bfloat16, device=device)
+    for function, held in ((dense_linear, True), (bitsparse.relu_squared_linear, False)):
+        source = h.clone().requires_grad_()
+        wide = source * 1.0
+        y, saved = saved_by(lambda t, w, f=function: f(t, w), [wide.detach(), w2])
+        assert any(t.numel() >= WIDE for t in saved) is held
+        del y
+
+
+def net_allocated(function):
+    """Bytes of CPU memory that PyTorch's allocator handed out and did not get back during a call."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        result = function()
+    return sum(event.self_cpu_memory_usage for event in profile.events()), result
+
+
+def test_memory_left_allocated_on_cpu():
+    """Counted at the allocator, which no saved-tensor hook can influence."""
+    leaves = as_leaves(arguments("cpu"))
+    output = TOKENS * D * 2
+    dense_bytes, y = net_allocated(lambda: dense_ffn(*leaves))
+    assert dense_bytes >= output + 2 * WIDE * 2
+    del y
+    bytes_left, y = net_allocated(lambda: bitsparse.relu_squared_ffn(*leaves))
+    in_use = bitsparse.memory_stats("cpu")["in_use"]
+    assert 0 < in_use < 0.6 * 2 * WIDE
+    assert bytes_left <= output + in_use + 4096
+    y.sum().backward()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", ["relu_squared_ffn", "relu_ffn"])
+def test_memory_left_allocated_on_cuda(name):
+    tensors = ffn_arguments("cuda", torch.bfloat16, (8192,), d_in=256, d_ff=4096, d_out=256)
+    leaves = as_leaves(tensors)
+    function = getattr(bitsparse, name)
+    arena = bitsparse.Arena("cuda", capacity=128 << 20)
+    with arena:
+        for _ in range(3):
+            function(*leaves).sum().backward()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        y = function(*leaves)
+        torch.cuda.synchronize()
+        output, wide = y.numel() * 2, 8192 * 4096 * 2
+        assert torch.cuda.memory_allocated() - before <= output + (1 << 20)
+        assert arena.memory_stats(synchronize=True)["in_use"] < 0.6 * wide
+        grad = torch.ones_like(y)
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        y.backward(grad)
+        torch.cuda.synchronize()
+        # One wide tensor at a time, beside the gradients of the weights and of x and GEMM workspaces.
+        assert torch.cuda.max_memory_allocated() - before < 1.6 * wide
+    del y
+
+
+@pytest.mark.cuda
+def test_deep_model_fits_in_less_memory_than_dense():
+    """Twelve blocks in a row: what is added to the peak by depth is the compressed size, not the dense one."""
+
+    def peak(function):
+        leaves = as_leaves(ffn_arguments("cuda", torch.bfloat16, (8192,), d_in=256, d_ff=2048, d_out=256, bias=False))
+        for _ in range(3):  # the arena settles
+            torch.cuda.reset_peak_memory_stats()
+            start = torch.cuda.memory_allocated()
+            y = leaves[0]
+            for _ in range(12):
+                y = y + function(F.rms_norm(y, (256,)), *leaves[1:])
+            y.sum().backward()
+            torch.cuda.synchronize()
+        arena = bitsparse.memory_stats("cuda")["capacity"] if function is bitsparse.relu_squared_ffn else 0
+        return torch.cuda.max_memory_allocated() - start + arena
+
+    assert peak(bitsparse.relu_squared_ffn) < 0.6 * peak(dense_ffn)
