@@ -24,7 +24,7 @@ class _FFN(torch.nn.Module):
     ) -> None:
         super().__init__()
         if codec not in CODECS:
-            raise ValueError(f"codec: expected one of {', '.join(map(repr, CODECS))}, got {codec!r}")
+            raise ValueError(f"bitsparse: expected codec to be 'raw', 'signless' or 'tight', got {codec!r}")
         self.d_model = d_model
         self.d_ff = 4 * d_model if d_ff is None else d_ff
         self.codec = codec
