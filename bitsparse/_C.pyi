@@ -10,7 +10,8 @@ class BuildInfo(TypedDict):
     compiler: str
 
 class Arena:
-    device: str
+    @property
+    def device(self) -> str: ...
     def __init__(
         self,
         device: str,
@@ -18,6 +19,7 @@ class Arena:
         capacity: int | None = None,
         density_bound: float | None = None,
         worst_case: bool = False,
+        spill_bytes: int = ...,
     ) -> None: ...
     def memory_stats(self, synchronize: bool = False) -> dict[str, int | float]: ...
     def reset_peak_memory_stats(self) -> None: ...

@@ -20,6 +20,7 @@ STAT_KEYS = (
     "spilled",
     "live_leases",
     "dense_bytes",
+    "payload_bytes",
     "payload_ratio",
     "waits",
     "growths",
@@ -78,12 +79,16 @@ class Arena:
     Args:
         device: "cpu", "cuda" (the current CUDA device) or "cuda:N"; None is the current CUDA device if CUDA is in use
             in this process and else "cpu".
-        capacity: fixed size in bytes. A compression that finds no room fails with OutOfArenaMemory.
-        density_bound: size each reservation for this share of non-zero elements instead of for the worst case.
-        worst_case: reserve for the worst case always, so that the host never waits, not even in warm-up.
+        capacity: fixed size in bytes; the arena never grows.
+        density_bound: at most this share of any tensor is expected to be non-zero, in (0, 1].
+        worst_case: room for every live tensor whatever its values, so that the host never waits, not even in warm-up.
+        spill_bytes: the most pinned host memory to use when the arena is full (CUDA). When that is full too,
+            compressing fails with OutOfArenaMemory.
+
+    At most one of capacity, density_bound and worst_case may be given.
 
     Raises:
-        ValueError, RuntimeError: contradicting settings or a device that is not usable; the message names the argument.
+        ValueError, RuntimeError: contradicting settings or an unusable device; the message names the argument.
     """
 
     def __init__(
@@ -93,12 +98,17 @@ class Arena:
         capacity: int | None = None,
         density_bound: float | None = None,
         worst_case: bool = False,
+        spill_bytes: int | None = None,
     ) -> None:
-        self._settings = {"capacity": capacity, "density_bound": density_bound, "worst_case": worst_case}
+        settings = {
+            "capacity": capacity,
+            "density_bound": density_bound,
+            "worst_case": worst_case,
+            "spill_bytes": spill_bytes,
+        }
+        self._settings = {name: value for name, value in settings.items() if value is not None and value is not False}
         with typed_errors():
-            self._arena = _C.Arena(
-                _device_name(device), capacity=capacity, density_bound=density_bound, worst_case=worst_case
-            )
+            self._arena = _C.Arena(_device_name(device), **self._settings)
 
     @property
     def device(self) -> torch.device:
@@ -115,18 +125,20 @@ class Arena:
 
     def memory_stats(self, synchronize: bool = False) -> dict[str, int | float]:
         """This arena's figures, as :func:`bitsparse.memory_stats` describes them."""
-        return self._arena.memory_stats(synchronize)
+        with typed_errors():
+            return self._arena.memory_stats(synchronize)
 
     def reset_peak_memory_stats(self) -> None:
         """Makes the present use the new high-water mark."""
         self._arena.reset_peak_memory_stats()
 
     def trim(self) -> None:
-        """Returns memory above what is in use to PyTorch's allocator. May synchronise; call it between steps."""
+        """Returns memory above the high-water mark to PyTorch's allocator. Waits for the device; does nothing while
+        compressed activations are alive, so call it between steps."""
         self._arena.trim()
 
     def __repr__(self) -> str:
-        settings = "".join(f", {name}={value}" for name, value in self._settings.items() if value)
+        settings = "".join(f", {name}={value}" for name, value in self._settings.items())
         return f"bitsparse.Arena({str(self.device)!r}{settings})"
 
 
@@ -140,17 +152,18 @@ def _existing_default_arena(device: torch.device | str | int | None) -> _C.Arena
 def memory_stats(device: torch.device | str | int | None = None, synchronize: bool = False) -> dict[str, int | float]:
     """Figures of a device's default arena; all zero, and nothing is created, when it has none yet.
 
-    Without `synchronize` this neither waits for the device nor slows it: compressions that have not run yet are counted
-    with what was reserved for them. With it, the device is synchronised first and the figures are exact.
+    Without `synchronize` this neither waits for the device nor slows it, and the figures follow the work that the
+    device has finished. With it, the device is synchronised first and the figures are exact.
 
     Returns a dictionary; sizes in bytes:
         capacity: what the arena holds of the device's memory
         in_use: what live compressed activations occupy of it
         high_water: the most that was in use since the last :func:`reset_peak_memory_stats`
-        spilled: what is stored outside the arena because it was full
+        spilled: the part of in_use that lies in pinned host memory because the arena was full
         live_leases: compressed activations that are alive
-        dense_bytes: what those would take uncompressed
-        payload_ratio: compressed size over dense size of the live ones that are finished
+        dense_bytes: what those whose size is known would take uncompressed
+        payload_bytes: what they really take, without what whole pages round it up to
+        payload_ratio: payload_bytes / dense_bytes
         waits: times that the host had to wait for the device to learn a size; stays constant after warm-up
         growths: times that the arena grew
         failures: compressions that found no room
@@ -159,11 +172,15 @@ def memory_stats(device: torch.device | str | int | None = None, synchronize: bo
     Args:
         device: None is the current CUDA device if CUDA is in use in this process and else "cpu".
         synchronize: wait for the device first.
+
+    Raises:
+        OutOfArenaMemory: with `synchronize`, when a compressed activation was lost because there was no room for it.
     """
     arena = _existing_default_arena(device)
     if arena is None:
         return {key: 0.0 if key == "payload_ratio" else 0 for key in STAT_KEYS}
-    return arena.memory_stats(synchronize)
+    with typed_errors():
+        return arena.memory_stats(synchronize)
 
 
 def reset_peak_memory_stats(device: torch.device | str | int | None = None) -> None:

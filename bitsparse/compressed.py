@@ -105,12 +105,13 @@ class CompressedTensor:
         FormatError: the header is not one that this version reads, or contradicts `shape` or the number of bytes.
     """
 
-    __slots__ = ("_header", "_packed", "_shape")
+    __slots__ = ("_header", "_packed", "_shape", "_validated")
 
     def __init__(self, packed: Tensor, shape: tuple[int, ...] | torch.Size) -> None:
         self._header = _read_header(packed)
         self._packed = packed
         self._shape = torch.Size(shape)
+        self._validated = False  # until an encoder of this process or a successful decompress vouches for the bytes
         if min(self._shape, default=0) < 0 or math.prod(self._shape) != self._header.numel:
             raise FormatError(f"shape: expected {self._header.numel} elements, got shape {tuple(self._shape)}")
 
@@ -162,15 +163,23 @@ class CompressedTensor:
     def decompress(self) -> Tensor:
         """A new contiguous tensor on the same device, equal to the original bit for bit.
 
-        Runs on the current stream. The bytes are validated first, so that damaged ones raise an error rather than
-        decode into something else or touch other memory.
+        Runs on the current stream. Bytes that did not come from an encoder of this process are validated, so that
+        damaged ones raise RuntimeError rather than decode into something else or touch other memory; on CUDA that
+        happens once, on the host.
         """
-        return torch.ops.bitsparse.unpack(self._packed, list(self._shape), self.dtype)
+        t = torch.ops.bitsparse.unpack(self._packed, list(self._shape), self.dtype, self._validated)
+        self._validated = True
+        return t
 
     def to(self, device: torch.device | str | int) -> CompressedTensor:
         """The same bytes on another device; this object itself when it is there already."""
         packed = self._packed.to(device)
-        return self if packed is self._packed else CompressedTensor(packed, self._shape)
+        return self if packed is self._packed else self._with_bytes(packed)
+
+    def _with_bytes(self, packed: Tensor) -> CompressedTensor:
+        other = CompressedTensor(packed, self._shape)
+        other._validated = self._validated
+        return other
 
     def cpu(self) -> CompressedTensor:
         return self.to("cpu")
@@ -188,7 +197,7 @@ class CompressedTensor:
         return self  # immutable
 
     def __deepcopy__(self, memo: dict[int, object]) -> CompressedTensor:
-        return CompressedTensor(self._packed.clone(), self._shape)
+        return self._with_bytes(self._packed.clone())
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
         shape = tuple(self._shape)
@@ -235,7 +244,10 @@ def compress(t: Tensor, codec: str = "tight", keep: str = "nonzero") -> Compress
         tensor synchronises the current stream once or twice.
 
     Raises:
-        RuntimeError: an argument is not as above; the message names it, what was expected and what came.
+        TypeError, ValueError: an argument is not as above; the message names it, what was expected and what came.
     """
     with typed_errors():
-        return CompressedTensor(torch.ops.bitsparse.pack(t.detach(), codec, keep), t.shape)
+        packed = torch.ops.bitsparse.pack(t.detach(), codec, keep)
+    result = CompressedTensor(packed, t.shape)
+    result._validated = True
+    return result

@@ -43,8 +43,9 @@ def relu_squared_ffn(
         (..., d_out). Under autocast the arguments are cast as ``F.linear`` does.
 
     Raises:
-        RuntimeError: dtype, device, shape or codec is not as above; the message names the argument, what was expected
-            and what came.
+        TypeError: an argument's dtype is not as above.
+        ValueError: an argument's device, shape or layout, or `codec`, is not as above. All messages name the argument,
+            what was expected and what came.
         bitsparse.OutOfArenaMemory: the arena is full and can't grow.
     """
     return _call(torch.ops.bitsparse.relu_squared_ffn.default, x, w1, b1, w2, b2, codec)
@@ -76,7 +77,7 @@ def relu_squared_linear(h: Tensor, w2: Tensor, b2: Tensor | None = None, *, code
         (..., d_out).
 
     Raises:
-        RuntimeError, bitsparse.OutOfArenaMemory: as for :func:`relu_squared_ffn`.
+        TypeError, ValueError, bitsparse.OutOfArenaMemory: as for :func:`relu_squared_ffn`.
     """
     return _call(torch.ops.bitsparse.relu_squared_linear.default, h, w2, b2, codec)
 

@@ -1,4 +1,4 @@
-"""Markers, the handling of machines without a GPU, and a check after every test that no compressed activation is left."""
+"""Markers, machines without a GPU, and a check after every test that no compressed activation is left."""
 
 import gc
 import os

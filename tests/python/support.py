@@ -108,7 +108,7 @@ def run_backward(
     frozen: Sequence[int] = (),
     **options: object,
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """Output and gradients. `grad_output` is one, a function of the output that gives one, or None for sum().backward()."""
+    """Output and gradients. `grad_output`: one, a function of the output that gives one, or None: sum().backward()."""
     leaves = as_leaves(tensors, frozen)
     y = function(*leaves, **options)
     if grad_output is None:

@@ -26,7 +26,7 @@ def restored(t: Tensor, keep: str) -> Tensor:
 
 
 def largest_size(t: Tensor) -> float:
-    """Bound of the compressed size: 1% over dense, the packed header, the last tile's table entry, block headers and mask."""
+    """Bound of the compressed size: 1% over dense, and for the last tile its headers, mask and padding."""
     return 1.01 * t.numel() * t.element_size() + 64 + 16 + 8 + 4 * 8 + 128 + 16
 
 

@@ -187,7 +187,7 @@ def test_bytes_that_are_no_packed_tensor():
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_decoding_damaged_bytes_never_crashes(device):
-    """Past the checksum, as if by somebody who means harm: unpack raises an error or gives a tensor of the right shape."""
+    """Past the checksum, as by somebody who means harm: unpack raises an error or gives a tensor of the right shape."""
     for dtype in STORED:
         t = sparse(9001, density=0.4, seed=4, dtype=dtype, device=device)
         packed = bitsparse.compress(t).packed
