@@ -45,13 +45,14 @@ def dense_kept_bytes(model: GPT, run: Callable[[], Tensor]) -> int:
     return sum(storages.values())
 
 
-def bitsparse_kept_bytes(run: Callable[[], Tensor], device: torch.device) -> int:
-    """Bytes that one forward adds to the arena: the compressed activations of all blocks, alive at the same time."""
+def bitsparse_kept_bytes(run: Callable[[], Tensor], device: torch.device) -> tuple[int, int]:
+    """What one forward adds to the arena, the compressed activations of all blocks alive at the same time, and what the
+    arena then holds of the device's memory; in bytes."""
     before = bitsparse.memory_stats(device, synchronize=True)["in_use"]
     loss = run()
-    after = bitsparse.memory_stats(device, synchronize=True)["in_use"]
+    after = bitsparse.memory_stats(device, synchronize=True)
     del loss
-    return int(after - before)
+    return int(after["in_use"] - before), int(after["capacity"])
 
 
 @dataclass

@@ -143,7 +143,8 @@ def train(options: argparse.Namespace, batches: Batches, console: Console) -> Re
                 probes.append(probe(sparse.model, partial(sparse.loss, batch, eager=True), step, options.codec))
             if step == options.steps:
                 dense.series.kept_bytes = dense_kept_bytes(dense.model, partial(dense.loss, batch, eager=True))
-                sparse.series.kept_bytes = bitsparse_kept_bytes(partial(sparse.loss, batch, eager=True), options.device)
+                kept = bitsparse_kept_bytes(partial(sparse.loss, batch, eager=True), options.device)
+                sparse.series.kept_bytes, arena_capacity = kept
             order = (dense, sparse) if step % 2 else (sparse, dense)  # so that neither always finds the caches warm
             losses = {trainer: trainer.step(batch) for trainer in order}
             losses_equal &= same_bits(losses[dense], losses[sparse])
@@ -162,7 +163,7 @@ def train(options: argparse.Namespace, batches: Batches, console: Console) -> Re
         probes=probes,
         losses_equal=losses_equal,
         weights_equal=all(same_bits(a, b) for a, b in pairs),
-        arena_capacity=int(bitsparse.memory_stats(options.device)["capacity"]),
+        arena_capacity=arena_capacity,
         element_bits=8 * DTYPES[options.dtype].itemsize,
         description=f"ReLU² GPT {options.size} on {options.device.type}, {options.dtype}, codec {options.codec}",
     )
