@@ -64,7 +64,8 @@ def configure(build_dir: Path, definitions: Mapping[str, str], environment: Mapp
     ours = [line for line in messages if line.startswith("bitsparse: ")]
     if result.returncode:
         # On failure our message comes last. Without one, the end of the log has to do.
-        print(*([] if ours else messages[-20:]), sep="\n", file=sys.stderr)
+        if not ours:
+            print(*messages[-20:], sep="\n", file=sys.stderr)
         raise SystemExit(ours[-1] if ours else f"bitsparse: CMake failed, see {log}")
     print(*ours, sep="\n", flush=True)
     stamp_file.write_text(stamp)
