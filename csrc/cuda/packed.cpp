@@ -53,7 +53,7 @@ at::Tensor pack(const at::Tensor& t, DType dtype, Codec codec, Keep keep) {
     const at::Tensor sizes = entries.bitwise_right_shift(kEntryOffsetBits).bitwise_and((1 << kEntrySizeBits) - 1);
     const at::Tensor counts = entries.bitwise_right_shift(kEntryOffsetBits + kEntrySizeBits).bitwise_and((1 << kEntryCountBits) - 1);
     const at::Tensor ends = sizes.cumsum(0);
-    offsets = ends - sizes;
+    offsets = ends.sub(sizes);
     const at::Tensor totals = at::stack({ends[-1], counts.sum()}).cpu();
     payload_units = totals[0].item<std::int64_t>();
     kept = totals[1].item<std::int64_t>();

@@ -27,7 +27,7 @@ __device__ __forceinline__ std::uint8_t* page_address(std::uint64_t page) {
 }
 
 // Takes a page for the lease and publishes it in the page table. Rare: kept out of line, its registers out of the kernel's budget.
-__device__ __noinline__ std::uint64_t take_page(PagePool* pool, LeaseRecord* record, std::uint64_t* page_table_entry) {
+inline __device__ __noinline__ std::uint64_t take_page(PagePool* pool, LeaseRecord* record, std::uint64_t* page_table_entry) {
   std::uint64_t page = pop_page(pool->device_pages);
   if (page == kPageMissing) {
     page = pop_page(pool->spill_pages);
