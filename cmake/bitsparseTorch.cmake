@@ -46,4 +46,6 @@ else()
     "${BITSPARSE_TORCH_ROOT}/include" "${BITSPARSE_TORCH_ROOT}/include/torch/csrc/api/include")
   target_link_libraries(bitsparse::torch INTERFACE
     "${BITSPARSE_TORCH_ROOT}/lib/libtorch_cpu.so" "${BITSPARSE_TORCH_ROOT}/lib/libc10.so")
+  # torch's CUDA libraries find theirs at run time, not in a linker that does not know where they are.
+  target_link_options(bitsparse::torch INTERFACE "-Wl,--allow-shlib-undefined")
 endif()

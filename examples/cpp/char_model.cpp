@@ -207,6 +207,9 @@ int run(const Settings& s) {
 int main(int argc, char** argv) {
   try {
     return run(parse(argc, argv));
+  } catch (const c10::Error& error) {
+    std::fprintf(stderr, "char_model: %s\n", error.what_without_backtrace());
+    return 2;
   } catch (const std::exception& error) {
     std::fprintf(stderr, "char_model: %s\n", error.what());
     return 2;
