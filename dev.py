@@ -173,6 +173,7 @@ def test(options: argparse.Namespace) -> None:
     import cmake_build
 
     build_dir, environment = build(options)
+    environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin starve the tests beside them
     if options.command == "test-gpu":
         environment["BITSPARSE_REQUIRE_GPU"] = "1"
     junit = {name: build_dir / f"{name}.xml" for name in ("ctest", "pytest")}

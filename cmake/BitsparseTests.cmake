@@ -29,5 +29,6 @@ if(NOT BITSPARSE_PREBUILT)
   set_tests_properties(example_cpp.install PROPERTIES FIXTURES_SETUP example_installed)
   set_tests_properties(example_cpp.build PROPERTIES FIXTURES_REQUIRED example_installed FIXTURES_SETUP example_built
                                                     TIMEOUT 900)
-  set_tests_properties(example_cpp.run PROPERTIES FIXTURES_REQUIRED example_built TIMEOUT 600)
+  set_tests_properties(example_cpp.run PROPERTIES FIXTURES_REQUIRED example_built TIMEOUT 600
+                                                  ENVIRONMENT OMP_WAIT_POLICY=PASSIVE)
 endif()
