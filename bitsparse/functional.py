@@ -74,7 +74,7 @@ def relu_squared_linear(h: Tensor, w2: Tensor, b2: Tensor | None = None, *, code
         codec: as for :func:`relu_squared_ffn`.
 
     Returns:
-        (..., d_out).
+        (..., d_out). Under autocast the arguments, h included, are cast as ``F.linear`` does.
 
     Raises:
         TypeError, ValueError, bitsparse.OutOfArenaMemory: as for :func:`relu_squared_ffn`.

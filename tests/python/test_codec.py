@@ -1,6 +1,7 @@
 """The format through its Python door: what goes in comes out, on every device, in at most the promised size."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -218,6 +219,52 @@ def test_activations_of_a_trained_model(device, path):
         assert bits_per_kept < 12.5, f"{name}: tight takes {bits_per_kept:.2f} bits per kept value"
 
 
-def golden_entries() -> list[dict[str, object]]:
-    path = DATA / "format_v1.json"
-    return json.loads(path.read_text())["entries"] if path.exists() else []
+GOLDEN = json.loads((DATA / "format_v1.json").read_text())
+
+
+def from_hex(text: str) -> Tensor:
+    return torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("entry", GOLDEN["entries"], ids=lambda entry: entry["name"])
+def test_stored_bytes_decode_forever(device, entry):
+    """Bytes that version 1 of the format wrote. When this fails, the format changed: give it a new version."""
+    dtype = STORED[entry["dtype"]]
+    expected = from_hex(entry["restored"]).view(dtype).to(device)
+    stored = bitsparse.CompressedTensor(from_hex(entry["packed"]).to(device), expected.shape)
+    assert_same_bits(stored.decompress(), expected)
+    assert (stored.dtype, stored.codec, stored.keep) == (dtype, CODECS[entry["codec"]], KEEPS[entry["keep"]])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("entry", GOLDEN["entries"], ids=lambda entry: entry["name"])
+def test_encoders_write_the_stored_bytes(device, entry):
+    t = from_hex(entry["input"]).view(STORED[entry["dtype"]]).to(device)
+    packed = bitsparse.compress(t, CODECS[entry["codec"]], KEEPS[entry["keep"]]).packed
+    assert torch.equal(packed.cpu(), from_hex(entry["packed"]))
+
+
+def test_stored_bytes_cover_the_format():
+    assert GOLDEN["format_version"] == 1
+    kinds = {(entry["dtype"], entry["codec"], entry["keep"]) for entry in GOLDEN["entries"]}
+    assert len(kinds) == len(STORED) * len(CODECS) * len(KEEPS)
+
+
+@pytest.mark.slow
+def test_more_than_two_to_the_31_elements_on_cpu():
+    """Offsets that don't fit in 32 bits; one byte an element, and mostly zeros, to need 5 GiB only."""
+    numel = (1 << 31) + 12_345
+    if free_memory() < 8 << 30:
+        pytest.skip("needs 8 GiB of free memory")
+    t = torch.zeros(numel, dtype=torch.uint8)
+    for start in (0, (1 << 31) - 5000, numel - 9999):
+        t[start : start + 9999] = torch.arange(9999, dtype=torch.int32).to(torch.uint8)
+    packed = bitsparse.compress(t.view(torch.float8_e4m3fn))
+    assert packed.numel == numel
+    assert torch.equal(packed.decompress().view(torch.uint8), t)
+
+
+def free_memory() -> int:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))

@@ -56,14 +56,14 @@ def test_missing_library_is_one_actionable_message(run_python, tmp_path):
         (package / source.name).write_bytes(source.read_bytes())
     code = "import bitsparse"
     with pytest.raises(AssertionError, match=r"ImportError: bitsparse's compiled module is missing.*pip install"):
-        run_python("-c", code, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)})
+        run_python("-c", code, path=tmp_path, cwd=tmp_path)
     (package / "_C.so").write_bytes(b"not a library")
     with pytest.raises(
         AssertionError, match=r"ImportError: bitsparse's compiled library does not load with torch.*pip install"
     ):
-        run_python("-c", code, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)})
+        run_python("-c", code, path=tmp_path, cwd=tmp_path)
     with pytest.raises(AssertionError, match=r"bitsparse is not usable: .*pip install"):
-        run_python("-m", "bitsparse.info", cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)})
+        run_python("-m", "bitsparse.info", path=tmp_path, cwd=tmp_path)
 
 
 def test_info_prints_versions_and_what_is_usable(run_python):
