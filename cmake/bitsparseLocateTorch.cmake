@@ -4,7 +4,8 @@
 if(NOT Torch_DIR)
   find_path(Torch_DIR TorchConfig.cmake
             PATHS "${CMAKE_CURRENT_LIST_DIR}/../../../../torch/share/cmake/Torch"
-            PATH_SUFFIXES Torch share/cmake/Torch)
+            PATH_SUFFIXES Torch share/cmake/Torch
+            NO_CMAKE_SYSTEM_PATH NO_SYSTEM_ENVIRONMENT_PATH)  # a distribution's torch is not the interpreter's
 endif()
 if(NOT Torch_DIR)
   find_package(Python 3.10 COMPONENTS Interpreter QUIET)
