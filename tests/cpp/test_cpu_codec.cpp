@@ -426,6 +426,33 @@ TEST_P(CpuCodec, GoldenFile) {
   EXPECT_GE(entries, 20);
 }
 
+// Real pre-activations of a trained model (tests/data/README.md): exact, and as small as `tight` is meant to be.
+TEST_P(CpuCodec, RealActivations) {
+  std::ifstream file(data_folder() + "activations.safetensors", std::ios::binary);
+  ASSERT_TRUE(file) << "tests/data/activations.safetensors is missing";
+  std::uint64_t header_bytes = 0;
+  file.read(reinterpret_cast<char*>(&header_bytes), sizeof header_bytes);
+  file.seekg(static_cast<std::streamoff>(sizeof header_bytes + header_bytes));
+  Bytes data(4 * 40 * 3072 * 2);
+  file.read(reinterpret_cast<char*>(data.data()), static_cast<std::streamsize>(data.size()));
+  ASSERT_TRUE(file);
+  const auto bits_per_element = [&](Codec codec) {
+    const at::Tensor packed = cpu::pack(tensor_of(data, DType::bfloat16), DType::bfloat16, codec, Keep::positive);
+    EXPECT_TRUE(unpack(packed, DType::bfloat16) == reference::restored(data, DType::bfloat16, Keep::positive));
+    return 16.0 * static_cast<double>(packed.numel()) / static_cast<double>(data.size());
+  };
+  const double raw = bits_per_element(Codec::raw), signless = bits_per_element(Codec::signless),
+               tight = bits_per_element(Codec::tight);
+  RecordProperty("raw", std::to_string(raw));
+  RecordProperty("signless", std::to_string(signless));
+  RecordProperty("tight", std::to_string(tight));
+  EXPECT_LT(tight, 3.36);
+  EXPECT_LT(tight, 0.8 * signless);
+  EXPECT_LT(signless, raw);
+  data.resize(2 * 20'000);  // the reference is slow
+  for (Codec codec : kCodecs) check(data, DType::bfloat16, codec, Keep::positive);
+}
+
 // Element counts and byte offsets past 2^31. Takes 5 GiB.
 TEST_P(CpuCodec, MoreThan2To31Elements) {
   if (std::getenv("BITSPARSE_TEST_LARGE") == nullptr) GTEST_SKIP() << "set BITSPARSE_TEST_LARGE=1 (needs 5 GiB)";
