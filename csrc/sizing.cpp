@@ -26,6 +26,11 @@ Sizing::Demand Sizing::demand(Kind kind, std::int64_t worst, StreamId stream) co
   return {steady_pages() + extra * seen->second.most_pages, false};
 }
 
+std::int64_t Sizing::most_pages(Kind kind) const {
+  const auto seen = seen_.find(kind);
+  return seen == seen_.end() ? 0 : seen->second.most_pages;
+}
+
 Sizing::LeaseId Sizing::start(Kind kind, std::int64_t worst, StreamId stream) {
   if (seen_.emplace(kind, Seen{}).second) new_kinds_.push_back(kind);
   const LeaseId id = next_++;

@@ -32,6 +32,9 @@ class Sizing {
   // The same when every live lease counts with its worst case (or the user's bound of it, given as `worst` at its start).
   std::int64_t worst_case_demand(std::int64_t worst, StreamId stream) const;
 
+  // Most pages that a lease of this kind took so far; 0: none known.
+  std::int64_t most_pages(Kind kind) const;
+
   LeaseId start(Kind kind, std::int64_t worst, StreamId stream);
   void finish(LeaseId id, std::int64_t pages);
   void ending(LeaseId id);  // the last owner is gone

@@ -49,6 +49,7 @@ struct LeaseRecord {
 constexpr std::uint64_t kPageMissing = 0;
 constexpr std::uint64_t kPageLost = 1;      // the pool was empty
 constexpr std::uint64_t kPageSpilled = 2;   // flag: the page belongs to the spill region
+constexpr std::uint64_t kPageOnDemand = 4;  // could not be taken in advance: the tile that needs it first takes it
 constexpr std::uint64_t kPageFlagMask = 15;
 
 // Where the blobs of one compressed tensor are. Two kinds: a lease (pages of a pool) or one contiguous payload.
@@ -60,6 +61,7 @@ struct BlobStore {
   PagePool* pool;
   LeaseRecord* record;  // device address of host-mapped memory; null: nobody asks
   std::uint32_t page_shift;
+  std::uint32_t prefill;  // pages to take at once when compress starts; what turns out unneeded goes back when it ends
 };
 constexpr int kCursorTileShift = 40;
 

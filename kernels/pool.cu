@@ -76,8 +76,10 @@ __global__ void release_kernel(BlobStore store) {
     if (device_count) atomicAdd(&pool.device_pages.available, device_count);
     if (spill_count) atomicAdd(&pool.spill_pages.available, spill_count);
     if (store.record) {
+      volatile LeaseRecord* record = store.record;
+      record->high_water = *reinterpret_cast<volatile std::uint32_t*>(&pool.high_water);
       __threadfence_system();
-      *reinterpret_cast<volatile std::uint32_t*>(&store.record->released) = 1;
+      record->released = 1;
     }
   }
 }

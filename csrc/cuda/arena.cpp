@@ -239,6 +239,7 @@ LeaseSlot* CudaArena::begin(const LeaseInfo& info, CUDAStream stream) {
   LeaseSlot* slot = nullptr;
   set_up(stream, [&](CUDAStream on) { slot = slots_.take({table, tile_count(dtype, info.numel)}, on); });
   slot->home = stream;
+  slot->prefill = static_cast<std::uint32_t>(sizing_.most_pages(kind));
   slot->dense_bytes = info.numel * element_bytes(dtype);
   slot->id = sizing_.start(kind, worst, stream.stream());
   if (capture) {
@@ -377,6 +378,7 @@ void CudaArena::poll() {
                                                                                           : "Raise Arena(spill_bytes=...) or set worst_case=True");
     }
     if (released && slot->ending) {
+      sizing_.note_high_water(record.high_water);
       sizing_.end(slot->id);
       slots_.give_back(slot);
     } else {

@@ -36,6 +36,7 @@ struct LeaseSlot {
   bool ending = false;                                       // its owner is gone
   bool release_enqueued = false;
   std::int64_t units = 0;
+  std::uint32_t prefill = 0;       // pages that compress takes at once
   unsigned long long capture = 0;  // the graph capture that owns the slot, 0: none
 
   static constexpr std::int64_t kCursorOffset = 64;
@@ -52,7 +53,8 @@ struct LeaseSlot {
             nullptr,
             pool,
             const_cast<kernels::LeaseRecord*>(record),
-            page_shift};
+            page_shift,
+            prefill};
   }
 };
 

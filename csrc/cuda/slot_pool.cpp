@@ -63,6 +63,7 @@ void SlotPool::give_back(LeaseSlot* slot) {
   slot->finished = slot->ending = slot->release_enqueued = false;
   slot->units = slot->dense_bytes = 0;
   slot->capture = 0;
+  slot->prefill = 0;
   slot->id = 0;
   free_[slot->size].push_back(slot);
 }

@@ -31,7 +31,8 @@ bitsparse::MemoryStats stats_without_gil(bitsparse::Arena& arena, bool synchroni
 PYBIND11_MODULE(_C, m) {
   m.doc() = "Binding of libbitsparse; see the package bitsparse";
 
-  py::register_exception_translator([](std::exception_ptr error) {
+  // Local: exceptions of the operators are PyTorch's to translate.
+  py::register_local_exception_translator([](std::exception_ptr error) {
     try {
       if (error) std::rethrow_exception(error);
     } catch (const c10::OutOfMemoryError& e) {

@@ -1,8 +1,11 @@
 // Where a tile's blob goes and where it is found again.
 //
 // A lease has an address space of its own, counted in units: a tile reserves the next units with one atomic, and a page table maps the
-// space to pages of the arena. The tile that holds a page's first unit takes the page from the pool and publishes it; tiles further
-// into the page wait for that entry. The publisher is a running thread block, so the wait ends. A blob may lie across two pages.
+// space to pages of the arena. A blob may lie across two pages.
+//
+// Pages come in two ways. The first thread block takes as many as the last tensor of this kind needed, in parallel, and the block that
+// reserves last returns what is too much. Beyond those, the tile that holds a page's first unit takes the page and publishes it, and tiles
+// further into the page wait for the entry. Whoever publishes is a running thread block, so waits end.
 #pragma once
 
 #include <cstdint>
@@ -41,24 +44,73 @@ inline __device__ __noinline__ std::uint64_t take_page(PagePool* pool, LeaseReco
   return page;
 }
 
+// For the tile that holds the page's first unit.
+__device__ __forceinline__ std::uint64_t first_use_of_page(const BlobStore& store, std::uint64_t index) {
+  std::uint64_t page = kPageOnDemand;
+  if (index < store.prefill)
+    while ((page = load_acquire(&store.pages[index])) == kPageMissing) __nanosleep(20);
+  return page == kPageOnDemand ? take_page(store.pool, store.record, &store.pages[index]) : page;
+}
+
+// For tiles further into the page.
 __device__ __forceinline__ std::uint64_t wait_page(const BlobStore& store, std::uint64_t index) {
   std::uint64_t page;
-  while ((page = load_acquire(&store.pages[index])) == kPageMissing) __nanosleep(20);
+  while ((page = load_acquire(&store.pages[index])) == kPageMissing || page == kPageOnDemand) __nanosleep(20);
   return page;
 }
 
-// One atomic a tile. The tile that makes the count complete knows the final size and tells the host.
-__device__ __forceinline__ std::uint64_t reserve_units(const BlobStore& store, std::uint32_t units, std::uint32_t tiles) {
-  const unsigned long long before = atomicAdd(store.cursor, units | 1ull << kCursorTileShift);
-  const std::uint64_t offset = before & ((1ull << kCursorTileShift) - 1);
-  if (store.record && (before >> kCursorTileShift) + 1 == tiles) {
-    volatile LeaseRecord* record = store.record;
-    record->units = offset + units;
-    record->high_water = *reinterpret_cast<volatile std::uint32_t*>(&store.pool->high_water);
-    __threadfence_system();
-    record->finished = 1;
+// Block-wide, by the kernel's first thread block: publishes the first `wanted` entries.
+inline __device__ __noinline__ void prefill_pages(PagePool* pool, std::uint64_t* page_table, std::uint32_t wanted) {
+  __shared__ std::uint32_t count, ticket;
+  if (threadIdx.x == 0) {
+    count = take_permits(pool->device_pages, wanted);
+    ticket = atomicAdd(&pool->device_pages.head, count);
+    atomicAdd(&pool->in_use, count);
   }
-  return offset;
+  __syncthreads();
+  for (std::uint32_t i = threadIdx.x; i < wanted; i += blockDim.x)
+    store_release(&page_table[i], i < count ? get_page(pool->device_pages, ticket + i) : kPageOnDemand);
+}
+
+// Block-wide, by the thread block that reserved last: no tile will ask for a page at or beyond `used`.
+inline __device__ __noinline__ void return_unused_pages(PagePool* pool, std::uint64_t* page_table, std::uint64_t used,
+                                                        std::uint64_t prefilled) {
+  PageRing& ring = pool->device_pages;
+  for (std::uint64_t i = used + threadIdx.x; i < prefilled; i += blockDim.x) {
+    std::uint64_t page;
+    while ((page = load_acquire(&page_table[i])) == kPageMissing) __nanosleep(50);  // the first thread block is at it
+    page_table[i] = kPageMissing;
+    if (page == kPageOnDemand) continue;
+    put_page(ring, atomicAdd(&ring.tail, 1u), page);
+    atomicSub(&pool->in_use, 1u);
+    __threadfence();
+    atomicAdd(&ring.available, 1u);
+  }
+  __syncthreads();
+}
+
+// One atomic a tile. `last`: all tiles have their places now.
+__device__ __forceinline__ std::uint64_t reserve_units(const BlobStore& store, std::uint32_t units, std::uint32_t tiles, bool& last) {
+  const unsigned long long before = atomicAdd(store.cursor, units | 1ull << kCursorTileShift);
+  last = (before >> kCursorTileShift) + 1 == tiles;
+  return before & ((1ull << kCursorTileShift) - 1);
+}
+
+// Block-wide, by the thread block that reserved last: returns unused pages and tells the host the size.
+__device__ __forceinline__ void finish_lease(const BlobStore& store, std::uint64_t units) {
+  if (!store.pages) return;
+  const std::uint64_t used = (units + (1ull << store.page_shift) - 1) >> store.page_shift;
+  if (used < store.prefill) return_unused_pages(store.pool, store.pages, used, store.prefill);
+  if (threadIdx.x == 0) {
+    atomicMax(&store.pool->high_water, *reinterpret_cast<volatile std::uint32_t*>(&store.pool->in_use));
+    if (store.record) {
+      volatile LeaseRecord* record = store.record;
+      record->units = units;
+      record->high_water = *reinterpret_cast<volatile std::uint32_t*>(&store.pool->high_water);
+      __threadfence_system();
+      record->finished = 1;
+    }
+  }
 }
 
 // Called by one thread of the tile.
@@ -68,8 +120,8 @@ __device__ __forceinline__ Placement place_blob(const BlobStore& store, std::uin
   const std::uint32_t page_units = 1u << store.page_shift;
   const std::uint32_t within = static_cast<std::uint32_t>(offset) & (page_units - 1);
   const bool crosses = within + units > page_units;
-  const std::uint64_t next = crosses ? take_page(store.pool, store.record, &store.pages[index + 1]) : kPageMissing;
-  const std::uint64_t page = within == 0 ? take_page(store.pool, store.record, &store.pages[index]) : wait_page(store, index);
+  const std::uint64_t next = crosses ? first_use_of_page(store, index + 1) : kPageMissing;
+  const std::uint64_t page = within == 0 ? first_use_of_page(store, index) : wait_page(store, index);
   const bool lost = page == kPageLost || next == kPageLost;
   if (lost && store.record) atomicAdd_system(&store.record->lost_tiles, 1u);
   return {page_address(page) + within * kUnitBytes, page_address(next), crosses ? page_units - within : units, lost};

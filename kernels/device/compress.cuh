@@ -138,6 +138,8 @@ __global__ void __launch_bounds__(Config::kThreads, Tuning::compress_blocks(Conf
   std::uint32_t* stage = shared;
   std::uint32_t* slots = shared + Config::kStageWords + warp * Codes<kBytes>::kScratchWords;
 
+  if (blockIdx.x == 0 && store.prefill) prefill_pages(store.pool, store.pages, store.prefill);
+
   const BlockSpan in_span = block_span<kBytes>(in, static_cast<std::int64_t>(blockIdx.x) * kBlocks + warp, numel);
   uint4 v[L::kChunksPerLane];
   load_block<kBytes, true>(in, in_span, lane, v);
@@ -231,7 +233,8 @@ __global__ void __launch_bounds__(Config::kThreads, Tuning::compress_blocks(Conf
   }
   const std::uint32_t units = (total + 3) >> 2;
   std::uint64_t reserved = 0;
-  if (threadIdx.x == 0) reserved = reserve_units(store, units, gridDim.x);
+  bool last = false;
+  if (threadIdx.x == 0) reserved = reserve_units(store, units, gridDim.x, last);
 
   if (lane == 0) stage[warp] = L::make_header(offset, plan.width, plan.kind, plan.stored_reference);
   if (threadIdx.x < units * 4 - total) stage[total + threadIdx.x] = 0;
@@ -262,7 +265,9 @@ __global__ void __launch_bounds__(Config::kThreads, Tuning::compress_blocks(Conf
   }
 
   __shared__ Placement where;
+  __shared__ std::uint64_t final_units;  // 0: not the last
   if (threadIdx.x == 0) {
+    final_units = last ? reserved + units : 0;
     std::uint32_t tile_kept = 0;
 #pragma unroll
     for (int i = 0; i < kBlocks; ++i) tile_kept += block_kept[i];
@@ -286,6 +291,7 @@ __global__ void __launch_bounds__(Config::kThreads, Tuning::compress_blocks(Conf
       *reinterpret_cast<uint4*>(to) = reinterpret_cast<const uint4*>(stage)[i];
     }
 #endif
+  if (final_units) finish_lease(store, final_units);
 }
 
 }  // namespace bitsparse::kernels

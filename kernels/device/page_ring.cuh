@@ -8,22 +8,31 @@
 
 namespace bitsparse::kernels {
 
-// A free page, or kPageMissing if there is none. Only a thread that got a permit takes a ticket, so every ticket's page is there or
-// about to be put there by a thread that is running: the wait ends.
-__device__ __forceinline__ std::uint64_t pop_page(PageRing& ring) {
-  std::uint32_t permits = *reinterpret_cast<volatile std::uint32_t*>(&ring.available);
+// Takes up to `wanted` permits; returns how many. Only who has a permit takes a ticket.
+__device__ __forceinline__ std::uint32_t take_permits(PageRing& ring, std::uint32_t wanted) {
+  std::uint32_t there = *reinterpret_cast<volatile std::uint32_t*>(&ring.available);
   while (true) {
-    if (permits == 0) return kPageMissing;
-    const std::uint32_t seen = atomicCAS(&ring.available, permits, permits - 1);
-    if (seen == permits) break;
-    permits = seen;
+    const std::uint32_t taken = min(wanted, there);
+    if (taken == 0) return 0;
+    const std::uint32_t seen = atomicCAS(&ring.available, there, there - taken);
+    if (seen == there) return taken;
+    there = seen;
   }
-  const std::uint32_t ticket = atomicAdd(&ring.head, 1u);
+}
+
+// The page of a ticket: it is there, or about to be put there by a thread that is running, so the wait ends.
+__device__ __forceinline__ std::uint64_t get_page(PageRing& ring, std::uint32_t ticket) {
   auto* slot = reinterpret_cast<unsigned long long*>(&ring.slots[ticket & ring.slot_mask]);
   unsigned long long page;
   while ((page = atomicExch(slot, 0ull)) == kPageMissing) __nanosleep(50);
   __threadfence();  // what the page's last user did happened before
   return page;
+}
+
+// A free page, or kPageMissing if there is none.
+__device__ __forceinline__ std::uint64_t pop_page(PageRing& ring) {
+  if (take_permits(ring, 1) == 0) return kPageMissing;
+  return get_page(ring, atomicAdd(&ring.head, 1u));
 }
 
 // Puts a page into the slot of `ticket`; the caller returns the permit afterwards.

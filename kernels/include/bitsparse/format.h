@@ -62,7 +62,7 @@ struct BlockLayout {
   static constexpr int kBits = 8 * Bytes;
   static constexpr int kChunkElements = kChunkBytes / Bytes;
   static constexpr int kChunksPerLane = kLaneElements / kChunkElements;
-  static constexpr int kBlocksPerTile = Bytes == 4 ? 4 : 8;
+  static constexpr int kBlocksPerTile = Bytes == 1 ? 8 : 4;
   static constexpr int kTileElements = kBlocksPerTile * kBlockElements;
   static constexpr int kMinWidth = kBits / 2;  // below this a 32-bit word could hold codes of three lanes of a warp
 
@@ -153,7 +153,9 @@ static_assert(sizeof(PackedHeader) == 64, "the packed header is 64 bytes");
 constexpr std::uint8_t kPackedMagic[4] = {'B', 'S', 'P', 'T'};
 
 constexpr BITSPARSE_HD int blocks_per_tile(DType dtype) {
-  return element_bytes(dtype) == 4 ? BlockLayout<4>::kBlocksPerTile : BlockLayout<2>::kBlocksPerTile;
+  return element_bytes(dtype) == 4   ? BlockLayout<4>::kBlocksPerTile
+         : element_bytes(dtype) == 2 ? BlockLayout<2>::kBlocksPerTile
+                                     : BlockLayout<1>::kBlocksPerTile;
 }
 constexpr BITSPARSE_HD std::int64_t tile_count(DType dtype, std::int64_t numel) {
   const std::int64_t elements = static_cast<std::int64_t>(blocks_per_tile(dtype)) * kBlockElements;
