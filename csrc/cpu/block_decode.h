@@ -72,6 +72,7 @@ TileError decode_tile(const std::uint8_t* blob, std::uint32_t units, std::uint32
     const int limit = left <= 0 ? 0 : left < kBlockElements ? static_cast<int>(left) : kBlockElements;
     if (offset != words) return {"body offset in words", b, words, offset};
     if (width < L::kMinWidth) return {"code width, at least", b, L::kMinWidth, width};
+    if (width > L::kBits) return {"code width, at most", b, L::kBits, width};
     if (kind == MaskKind::dense && limit < kBlockElements) {
       return {"elements of a dense block", b, kBlockElements, limit};
     }

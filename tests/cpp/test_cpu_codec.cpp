@@ -371,6 +371,9 @@ TEST_P(CpuCodec, ErrorsSayWhatWasExpectedAndWhatCame) {
   expect(with(80, 9), "tile 0, block 0: body offset in words: expected 8, got 9");
   expect(with(82, 0x82), "tile 0, block 0: code width, at least: expected 8, got 1");
   expect(with(112, 0xff), "tile 0, block 0: ");
+  Bytes wide = reference::pack({0x38}, DType::float8_e4m3fn, Codec::raw, Keep::positive);
+  wide[81] |= 0xe0, wide[82] |= 1;  // the header's field has room for 16 bits
+  expect(error_of(wide), "tile 0, block 0: code width, at most: expected 8, got 16");
   EXPECT_THROW(cpu::validate(at::empty({4, 64}, at::TensorOptions(at::kByte)), false), c10::Error);
   EXPECT_THROW(cpu::validate(at::empty({64}, at::TensorOptions(at::kFloat)), false), c10::Error);
   EXPECT_THROW(cpu::validate(at::Tensor(), false), c10::Error);
