@@ -26,8 +26,8 @@ struct Rules {
 
 inline Rules rules_of(DType dtype) {
   switch (dtype) {
-    case DType::bfloat16: return {16, 8, 7, 8, 4, 13, true};
-    case DType::float16: return {16, 5, 10, 8, 4, 13, true};
+    case DType::bfloat16: return {16, 8, 7, 4, 4, 13, true};
+    case DType::float16: return {16, 5, 10, 4, 4, 13, true};
     case DType::float32: return {32, 8, 23, 4, 5, 12, true};
     case DType::float8_e4m3fn: return {8, 4, 3, 8, 4, 13, false};
     case DType::float8_e5m2: return {8, 5, 2, 8, 4, 13, true};
