@@ -78,7 +78,10 @@ struct OnceDifferentiable : torch::autograd::Function<OnceDifferentiable> {
                                bool need_b2) {
     at::AutoDispatchBelowADInplaceOrView guard;
     Gradients g = linear_backward(grad, lease, w2, activation, order, need_h, need_w2, need_b2);
-    return {g.h, g.w2, g.b2};
+    variable_list needed;  // outputs of a Function must be defined
+    for (at::Tensor* t : {&g.h, &g.w2, &g.b2})
+      if (t->defined()) needed.push_back(std::move(*t));
+    return needed;
   }
   static variable_list backward(AutogradContext*, const variable_list&) {
     TORCH_CHECK_NOT_IMPLEMENTED(false,
@@ -116,7 +119,10 @@ struct ActivationLinear : torch::autograd::Function<ActivationLinear> {
     variable_list out(6);
     if (at::GradMode::is_enabled()) {
       const variable_list g = OnceDifferentiable::apply(grads[0], saved[1], saved[0], activation, order, need_h, need_w2, need_b2);
-      std::copy(g.begin(), g.end(), out.begin());
+      auto next = g.begin();
+      if (need_h) out[0] = *next++;
+      if (need_w2) out[1] = *next++;
+      if (need_b2) out[2] = *next++;
     } else {
       Gradients g = linear_backward(grads[0], saved[1], saved[0], activation, order, need_h, need_w2, need_b2);
       out[0] = std::move(g.h);

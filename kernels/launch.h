@@ -52,18 +52,25 @@ constexpr std::uint64_t kPageSpilled = 2;   // flag: the page belongs to the spi
 constexpr std::uint64_t kPageOnDemand = 4;  // could not be taken in advance: the tile that needs it first takes it
 constexpr std::uint64_t kPageFlagMask = 15;
 
+// A lease's state in device memory, all zero before compress and after release.
+struct LeaseControl {
+  unsigned long long cursor;  // units reserved | tiles reserved << kCursorTileShift
+  std::uint32_t irregular;    // some page is lost or of the spill region
+  std::uint32_t reserved;
+};
+constexpr int kCursorTileShift = 40;
+
 // Where the blobs of one compressed tensor are. Two kinds: a lease (pages of a pool) or one contiguous payload.
 struct BlobStore {
-  std::uint64_t* tiles;        // one entry a tile
-  unsigned long long* cursor;  // units reserved | tiles reserved << kCursorTileShift; zero before compress
-  std::uint64_t* pages;        // page table, zero before compress; null: the payload is contiguous at `payload`
+  std::uint64_t* tiles;  // one entry a tile
+  LeaseControl* control;
+  std::uint64_t* pages;  // page table, zero before compress; null: the payload is contiguous at `payload`
   std::uint8_t* payload;
   PagePool* pool;
   LeaseRecord* record;  // device address of host-mapped memory; null: nobody asks
   std::uint32_t page_shift;
   std::uint32_t prefill;  // pages to take at once when compress starts; what turns out unneeded goes back when it ends
 };
-constexpr int kCursorTileShift = 40;
 
 // Reads numel elements once, emits their compressed form, and (unless the epilogue is `none`) writes the activation to `out`, which may
 // be `in` itself. relu and relu_squared need Keep::positive and a 2- or 4-byte dtype.
@@ -82,7 +89,7 @@ cudaError_t gradient(void* grad, std::int64_t numel, DType dtype, Codec codec, E
 cudaError_t gather_blobs(const BlobStore& from, const std::uint64_t* ordered_tiles, std::int64_t tiles, void* payload,
                          cudaStream_t stream);
 
-// Ends a lease: pages back to the pool, cursor and page table zero, `record->released` set.
+// Ends a lease: pages back to the pool, control and page table zero, `record->released` set.
 cudaError_t release(const BlobStore& store, cudaStream_t stream);
 
 // An empty pool whose rings have the given slots (powers of two, zeroed here).

@@ -8,6 +8,7 @@ namespace bitsparse::kernels {
 namespace {
 
 constexpr int kThreads = 256;
+constexpr int kReleaseThreads = 1024;  // one thread block: most leases in one or two passes
 
 __global__ void init_pool_kernel(PagePool* pool, std::uint64_t* device_slots, std::uint32_t device_slot_count,
                                  std::uint64_t* spill_slots, std::uint32_t spill_slot_count, std::uint32_t page_shift) {
@@ -37,9 +38,10 @@ __global__ void push_pages_kernel(PagePool* pool, std::uint64_t first_page, std:
 }
 
 // Puts the pages of this pass that satisfy `mine` into `ring`; returns how many.
-template <class Scan>
-__device__ std::uint32_t return_pages(PageRing& ring, std::uint64_t page, bool mine, typename Scan::TempStorage& scratch,
-                                      std::uint32_t& ticket) {
+__device__ std::uint32_t return_some(PageRing& ring, std::uint64_t page, bool mine) {
+  using Scan = cub::BlockScan<std::uint32_t, kReleaseThreads>;
+  __shared__ typename Scan::TempStorage scratch;
+  __shared__ std::uint32_t ticket;
   std::uint32_t rank, count;
   Scan(scratch).ExclusiveSum(mine ? 1u : 0u, rank, count);
   if (threadIdx.x == 0 && count) ticket = atomicAdd(&ring.tail, count);
@@ -49,29 +51,37 @@ __device__ std::uint32_t return_pages(PageRing& ring, std::uint64_t page, bool m
   return count;
 }
 
-__global__ void release_kernel(BlobStore store) {
-  using Scan = cub::BlockScan<std::uint32_t, kThreads>;
-  __shared__ typename Scan::TempStorage scratch;
-  __shared__ std::uint32_t ticket;
+__global__ void __launch_bounds__(kReleaseThreads) release_kernel(BlobStore store) {
   PagePool& pool = *store.pool;
-  const std::uint64_t units = *store.cursor & ((1ull << kCursorTileShift) - 1);
+  const std::uint64_t units = store.control->cursor & ((1ull << kCursorTileShift) - 1);
   const std::uint64_t pages = (units + (1ull << store.page_shift) - 1) >> store.page_shift;
   std::uint32_t device_count = 0, spill_count = 0;
-  for (std::uint64_t base = 0; base < pages; base += kThreads) {
-    const std::uint64_t i = base + threadIdx.x;
-    std::uint64_t page = kPageMissing;
-    if (i < pages) {
-      page = store.pages[i];
+  if (!store.control->irregular) {
+    __shared__ std::uint32_t ticket;
+    device_count = static_cast<std::uint32_t>(pages);
+    if (threadIdx.x == 0) ticket = atomicAdd(&pool.device_pages.tail, device_count);
+    __syncthreads();
+    for (std::uint32_t i = threadIdx.x; i < device_count; i += kReleaseThreads) {
+      put_page(pool.device_pages, ticket + i, store.pages[i]);
       store.pages[i] = kPageMissing;
     }
-    const bool real = page != kPageMissing && page != kPageLost, spilled = page & kPageSpilled;
-    device_count += return_pages<Scan>(pool.device_pages, page, real && !spilled, scratch, ticket);
-    spill_count += return_pages<Scan>(pool.spill_pages, page, real && spilled, scratch, ticket);
+  } else {
+    for (std::uint64_t base = 0; base < pages; base += kReleaseThreads) {
+      const std::uint64_t i = base + threadIdx.x;
+      std::uint64_t page = kPageMissing;
+      if (i < pages) {
+        page = store.pages[i];
+        store.pages[i] = kPageMissing;
+      }
+      const bool real = page != kPageMissing && page != kPageLost, spilled = page & kPageSpilled;
+      device_count += return_some(pool.device_pages, page, real && !spilled);
+      spill_count += return_some(pool.spill_pages, page, real && spilled);
+    }
   }
   __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) {
-    *store.cursor = 0;
+    *store.control = LeaseControl{};
     atomicSub(&pool.in_use, device_count + spill_count);
     if (device_count) atomicAdd(&pool.device_pages.available, device_count);
     if (spill_count) atomicAdd(&pool.spill_pages.available, spill_count);
@@ -98,7 +108,7 @@ cudaError_t push_pages(PagePool* pool, std::uint64_t first_page, std::uint32_t c
 }
 
 cudaError_t release(const BlobStore& store, cudaStream_t stream) {
-  release_kernel<<<1, kThreads, 0, stream>>>(store);
+  release_kernel<<<1, kReleaseThreads, 0, stream>>>(store);
   return cudaGetLastError();
 }
 

@@ -368,7 +368,7 @@ void CudaArena::poll() {
       if (!slot->finished) sizing_.finish(slot->id, pages_of_units(slot->units));
       slot->finished = true;
     }
-    if (record.lost_tiles) {
+    if (record.lost_tiles && slot->finished) {
       record.lost_tiles = 0;
       ++failures_;
       failure_ = c10::str("the arena of ", device(), " was full: a lease of ", slot->dense_bytes, " bytes dense needed ",

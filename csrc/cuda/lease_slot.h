@@ -1,5 +1,5 @@
-// The device memory behind one lease: a handle, the cursor, the page table and the tile table, and a record that kernels write for
-// the host to read. Slots are kept and used again; between leases the cursor and the page table are zero (release sees to it).
+// The device memory behind one lease: a handle, its control, the page table and the tile table, and a record that kernels write for
+// the host to read. Slots are kept and used again; between leases the control and the page table are zero (release sees to it).
 #pragma once
 
 #include <ATen/cuda/CUDAEvent.h>
@@ -24,7 +24,7 @@ struct SlotClass {
 
 struct LeaseSlot {
   SlotClass size;
-  c10::DataPtr memory;  // handle | cursor | page table | tile table
+  c10::DataPtr memory;  // handle | control | page table | tile table
   volatile kernels::LeaseRecord* record;
 
   // Of the lease that has the slot now.
@@ -39,7 +39,7 @@ struct LeaseSlot {
   std::uint32_t prefill = 0;       // pages that compress takes at once
   unsigned long long capture = 0;  // the graph capture that owns the slot, 0: none
 
-  static constexpr std::int64_t kCursorOffset = 64;
+  static constexpr std::int64_t kControlOffset = 64;
   static constexpr std::int64_t kPagesOffset = 128;
   std::int64_t tiles_offset() const { return kPagesOffset + 8 * size.pages; }
   static std::int64_t bytes(const SlotClass& size) { return kPagesOffset + 8 * (size.pages + size.tiles); }
@@ -48,7 +48,7 @@ struct LeaseSlot {
   std::uint8_t* base() const { return static_cast<std::uint8_t*>(memory.get()); }
   kernels::BlobStore store(kernels::PagePool* pool, std::uint32_t page_shift) const {
     return {reinterpret_cast<std::uint64_t*>(base() + tiles_offset()),
-            reinterpret_cast<unsigned long long*>(base() + kCursorOffset),
+            reinterpret_cast<kernels::LeaseControl*>(base() + kControlOffset),
             reinterpret_cast<std::uint64_t*>(base() + kPagesOffset),
             nullptr,
             pool,

@@ -42,11 +42,11 @@ at::Tensor pack(const at::Tensor& t, DType dtype, Codec codec, Keep keep) {
   at::Tensor entries = at::empty({tiles}, words), payload, offsets;
   std::int64_t payload_units = 0, kept = 0;
   if (tiles > 0) {
-    const at::Tensor cursor = at::zeros({1}, words);
+    const at::Tensor control = at::zeros({static_cast<std::int64_t>(sizeof(kernels::LeaseControl))}, bytes);
     payload = at::empty({max_payload_units(dtype, t.numel()) * kUnitBytes}, bytes);
     kernels::BlobStore store{};
     store.tiles = reinterpret_cast<std::uint64_t*>(entries.data_ptr<std::int64_t>());
-    store.cursor = reinterpret_cast<unsigned long long*>(cursor.data_ptr<std::int64_t>());
+    store.control = reinterpret_cast<kernels::LeaseControl*>(control.data_ptr());
     store.payload = payload.data_ptr<std::uint8_t>();
     check(kernels::compress(t.data_ptr(), nullptr, t.numel(), dtype, codec, keep, kernels::Epilogue::none, store, stream), "pack");
     // Blobs came in any order: give each its place in tile order.

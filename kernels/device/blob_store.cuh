@@ -30,9 +30,11 @@ __device__ __forceinline__ std::uint8_t* page_address(std::uint64_t page) {
 }
 
 // Takes a page for the lease and publishes it in the page table. Rare: kept out of line, its registers out of the kernel's budget.
-inline __device__ __noinline__ std::uint64_t take_page(PagePool* pool, LeaseRecord* record, std::uint64_t* page_table_entry) {
+inline __device__ __noinline__ std::uint64_t take_page(PagePool* pool, LeaseControl* control, LeaseRecord* record,
+                                                       std::uint64_t* page_table_entry) {
   std::uint64_t page = pop_page(pool->device_pages);
   if (page == kPageMissing) {
+    control->irregular = 1;
     page = pop_page(pool->spill_pages);
     if (page != kPageMissing && record) atomicAdd_system(&record->spilled_pages, 1u);
   }
@@ -45,17 +47,21 @@ inline __device__ __noinline__ std::uint64_t take_page(PagePool* pool, LeaseReco
 }
 
 // For the tile that holds the page's first unit.
-__device__ __forceinline__ std::uint64_t first_use_of_page(const BlobStore& store, std::uint64_t index) {
+inline __device__ std::uint64_t first_use_of_page(const BlobStore& store, std::uint64_t index) {
   std::uint64_t page = kPageOnDemand;
   if (index < store.prefill)
-    while ((page = load_acquire(&store.pages[index])) == kPageMissing) __nanosleep(20);
-  return page == kPageOnDemand ? take_page(store.pool, store.record, &store.pages[index]) : page;
+    while ((page = load_relaxed(&store.pages[index])) == kPageMissing) __nanosleep(20);
+  return page == kPageOnDemand ? take_page(store.pool, store.control, store.record, &store.pages[index]) : page;
 }
 
 // For tiles further into the page.
-__device__ __forceinline__ std::uint64_t wait_page(const BlobStore& store, std::uint64_t index) {
-  std::uint64_t page;
-  while ((page = load_acquire(&store.pages[index])) == kPageMissing || page == kPageOnDemand) __nanosleep(20);
+inline __device__ std::uint64_t wait_page(const BlobStore& store, std::uint64_t index) {
+  // An entry changes until it holds a page and never after, so one that does is right even if L1 is what remembers it.
+  std::uint64_t page = *static_cast<const std::uint64_t*>(&store.pages[index]);
+  while (page == kPageMissing || page == kPageOnDemand) {
+    page = load_relaxed(&store.pages[index]);
+    if (page == kPageMissing || page == kPageOnDemand) __nanosleep(20);
+  }
   return page;
 }
 
@@ -78,7 +84,7 @@ inline __device__ __noinline__ void return_unused_pages(PagePool* pool, std::uin
   PageRing& ring = pool->device_pages;
   for (std::uint64_t i = used + threadIdx.x; i < prefilled; i += blockDim.x) {
     std::uint64_t page;
-    while ((page = load_acquire(&page_table[i])) == kPageMissing) __nanosleep(50);  // the first thread block is at it
+    while ((page = load_relaxed(&page_table[i])) == kPageMissing) __nanosleep(50);  // the first thread block is at it
     page_table[i] = kPageMissing;
     if (page == kPageOnDemand) continue;
     put_page(ring, atomicAdd(&ring.tail, 1u), page);
@@ -91,13 +97,13 @@ inline __device__ __noinline__ void return_unused_pages(PagePool* pool, std::uin
 
 // One atomic a tile. `last`: all tiles have their places now.
 __device__ __forceinline__ std::uint64_t reserve_units(const BlobStore& store, std::uint32_t units, std::uint32_t tiles, bool& last) {
-  const unsigned long long before = atomicAdd(store.cursor, units | 1ull << kCursorTileShift);
+  const unsigned long long before = atomicAdd(&store.control->cursor, units | 1ull << kCursorTileShift);
   last = (before >> kCursorTileShift) + 1 == tiles;
   return before & ((1ull << kCursorTileShift) - 1);
 }
 
 // Block-wide, by the thread block that reserved last: returns unused pages and tells the host the size.
-__device__ __forceinline__ void finish_lease(const BlobStore& store, std::uint64_t units) {
+inline __device__ __noinline__ void finish_lease(const BlobStore& store, std::uint64_t units) {
   if (!store.pages) return;
   const std::uint64_t used = (units + (1ull << store.page_shift) - 1) >> store.page_shift;
   if (used < store.prefill) return_unused_pages(store.pool, store.pages, used, store.prefill);
@@ -113,9 +119,16 @@ __device__ __forceinline__ void finish_lease(const BlobStore& store, std::uint64
   }
 }
 
-// Called by one thread of the tile.
-__device__ __forceinline__ Placement place_blob(const BlobStore& store, std::uint64_t offset, std::uint32_t units) {
-  if (!store.pages) return {store.payload + offset * kUnitBytes, nullptr, units, false};
+// By one thread of the tile: finds the blob's pages and writes the tile's entry. Out of line, as few values of the kernel are alive here
+// and its own would count against the kernel's registers.
+inline __device__ __noinline__ void place_blob(const BlobStore& store, std::uint64_t offset, std::uint32_t units, std::uint32_t kept,
+                                               Placement* where) {
+  const std::uint64_t entry = make_entry(offset, units, kept);
+  if (!store.pages) {
+    *where = {store.payload + offset * kUnitBytes, nullptr, units, false};
+    store.tiles[blockIdx.x] = entry;
+    return;
+  }
   const std::uint64_t index = offset >> store.page_shift;
   const std::uint32_t page_units = 1u << store.page_shift;
   const std::uint32_t within = static_cast<std::uint32_t>(offset) & (page_units - 1);
@@ -124,7 +137,8 @@ __device__ __forceinline__ Placement place_blob(const BlobStore& store, std::uin
   const std::uint64_t page = within == 0 ? first_use_of_page(store, index) : wait_page(store, index);
   const bool lost = page == kPageLost || next == kPageLost;
   if (lost && store.record) atomicAdd_system(&store.record->lost_tiles, 1u);
-  return {page_address(page) + within * kUnitBytes, page_address(next), crosses ? page_units - within : units, lost};
+  *where = {page_address(page) + within * kUnitBytes, page_address(next), crosses ? page_units - within : units, lost};
+  store.tiles[blockIdx.x] = lost ? entry | kEntryLost : entry;
 }
 
 // Where a placed blob is; the page table is complete by now.

@@ -124,7 +124,7 @@ struct BlockPlan {
 
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Tuning::compress_blocks(Config::kDType))
-    compress_kernel(const void* in, void* out, std::int64_t numel, BlobStore store) {
+    compress_kernel(const void* in, void* out, std::int64_t numel, const __grid_constant__ BlobStore store) {
   using L = typename Config::L;
   constexpr int kBytes = Config::kBytes, kBlocks = L::kBlocksPerTile;
   constexpr DType D = Config::kDType;
@@ -271,8 +271,7 @@ __global__ void __launch_bounds__(Config::kThreads, Tuning::compress_blocks(Conf
     std::uint32_t tile_kept = 0;
 #pragma unroll
     for (int i = 0; i < kBlocks; ++i) tile_kept += block_kept[i];
-    where = place_blob(store, reserved, units);
-    store.tiles[blockIdx.x] = make_entry(reserved, units, tile_kept) | (where.lost ? kEntryLost : 0);
+    place_blob(store, reserved, units, tile_kept, &where);
   }
 #if BITSPARSE_BULK_COPY
   fence_shared_to_bulk();

@@ -25,9 +25,10 @@ __device__ __forceinline__ uint4 load_streaming(const uint4* p) {
   return v;
 }
 
-__device__ __forceinline__ std::uint64_t load_acquire(const std::uint64_t* p) {
+// A value that another thread block may be writing now. No acquire: what is read here is only used as an address to write to.
+__device__ __forceinline__ std::uint64_t load_relaxed(const std::uint64_t* p) {
   std::uint64_t v;
-  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
   return v;
 }
 

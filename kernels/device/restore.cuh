@@ -57,7 +57,7 @@ __device__ __forceinline__ std::uint32_t next_word(const Slot<Bytes>*& p, std::u
 
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Tuning::restore_blocks(Config::kDType))
-    restore_kernel(void* data, std::int64_t numel, BlobStore store) {
+    restore_kernel(void* data, std::int64_t numel, const __grid_constant__ BlobStore store) {
   using L = typename Config::L;
   constexpr int kBytes = Config::kBytes, kBlocks = L::kBlocksPerTile;
   constexpr DType D = Config::kDType;
