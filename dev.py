@@ -270,7 +270,11 @@ def lint(options: argparse.Namespace) -> None:
         run([ruff, "format", *([] if fix else ["--check"]), "."], check=False),
     ]
     say(f"{clang_format} on {len(source_files())} files of kernels, csrc, tests/cpp, examples/cpp")
-    command = [clang_format, *(["-i"] if fix else ["--dry-run", "-Werror"]), *map(str, source_files())]
+    command = [
+        clang_format,
+        *(["-i"] if fix else ["--dry-run", "-Werror", "--ferror-limit=1"]),
+        *map(str, source_files()),
+    ]
     codes.append(subprocess.run(command, cwd=ROOT).returncode)
     if any(codes):
         raise SystemExit("bitsparse: lint failed; python3 dev.py format repairs what tools can repair")
