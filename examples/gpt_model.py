@@ -33,7 +33,10 @@ class DenseFFN(nn.Module):
         self.proj = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.proj(F.relu(self.fc(x)).square())
+        a = F.relu(self.fc(x))
+        with torch.autocast(x.device.type, enabled=False):  # which would square, and keep, in float32 on CUDA
+            a = a.square()
+        return self.proj(a)
 
 
 def _rotary_angles(length: int, head_width: int) -> tuple[Tensor, Tensor]:

@@ -62,6 +62,7 @@ class Probe:
     step: int
     density: list[float]
     bits: list[float]  # per element, all headers included
+    elements: int = 0  # of all layers together
 
 
 @torch.no_grad()
@@ -75,6 +76,7 @@ def probe(model: GPT, run: Callable[[], Tensor], step: int, codec: str) -> Probe
         packed = bitsparse.compress(h, codec=codec, keep="positive")
         result.density.append(packed.density)
         result.bits.append(8 * packed.nbytes / packed.numel)
+        result.elements += packed.numel
 
     handles = [block.ffn.register_forward_pre_hook(measure) for block in model.blocks]
     run()

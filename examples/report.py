@@ -42,7 +42,6 @@ class Result:
     losses_equal: bool
     weights_equal: bool
     arena_capacity: int
-    element_bits: int
     description: str
 
 
@@ -62,7 +61,7 @@ def print_tables(console: Console, result: Result) -> None:
     row("validation loss", (dense.validation, sparse.validation), 6, same)
     weights = "equal to the last bit" if result.weights_equal else "[red]NOT EQUAL[/red]"
     table.add_row("weights after training", "", "", weights)
-    row("FFN activations kept, MiB", (dense.kept_bytes / _MIB, sparse.kept_bytes / _MIB), 2)
+    row("wide FFN activations kept, MiB", (dense.kept_bytes / _MIB, sparse.kept_bytes / _MIB), 2)
     table.add_row("reserved by the arena, MiB", "-", f"{result.arena_capacity / _MIB:.2f}", "")
     if dense.peak_bytes is not None and sparse.peak_bytes is not None:
         row("peak of a step on the GPU, MiB", (dense.peak_bytes / _MIB, sparse.peak_bytes / _MIB), 1)
@@ -70,9 +69,9 @@ def print_tables(console: Console, result: Result) -> None:
     console.print(table)
 
     first, last = result.probes[0], result.probes[-1]
+    dense_bits = 8 * dense.kept_bytes / last.elements
     table = Table(
-        title=f"relu(h) by layer (dense autograd keeps it and its square: {2 * result.element_bits} bits)",
-        title_justify="left",
+        title=f"relu(h) by layer; the dense model keeps {dense_bits:.0f} bits an element", title_justify="left"
     )
     headings = (f"{name}\nstep {p.step}" for p in (first, last) for name in ("density", "bits per element"))
     for name in ("layer", *headings):
@@ -110,7 +109,7 @@ def write_picture(path: Path, result: Result) -> None:
     bars = {"dense": result.dense.kept_bytes, "bitsparse": result.sparse.kept_bytes}
     drawn = memory.bar(list(bars), [value / _MIB for value in bars.values()], color=["tab:blue", "tab:green"])
     memory.bar_label(drawn, fmt="%.1f MiB")
-    memory.set(title="FFN activations kept for backward, last step", ylabel="MiB")
+    memory.set(title="wide FFN activations kept for backward", ylabel="MiB")
     figure.savefig(path, dpi=120)
     plt.close(figure)
 

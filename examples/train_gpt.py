@@ -164,7 +164,6 @@ def train(options: argparse.Namespace, batches: Batches, console: Console) -> Re
         losses_equal=losses_equal,
         weights_equal=all(same_bits(a, b) for a, b in pairs),
         arena_capacity=arena_capacity,
-        element_bits=8 * DTYPES[options.dtype].itemsize,
         description=f"ReLU² GPT {options.size} on {options.device.type}, {options.dtype}, codec {options.codec}",
     )
 

@@ -79,7 +79,7 @@ def ffn_arguments(
     d_out: int = 20,
     bias: bool = True,
 ) -> list[Tensor | None]:
-    """x, w1, b1, w2, b2. 70 tokens x 356 are three tiles of 16-bit elements, the last block partly filled."""
+    """x, w1, b1, w2, b2. 70 tokens x 356 are several tiles, the last block partly filled."""
 
     def make(seed: int, *shape: int, scale: float = 1.0) -> Tensor:
         return randn(*shape, seed=seed, dtype=dtype, device=device, scale=scale)
@@ -135,6 +135,31 @@ def assert_same_training(
         assert_same_bits(a, b, f"gradient of argument {index}")
     for index, (a, b) in enumerate(zip(tensors, before, strict=True)):
         assert_same_bits(a, b, f"argument {index} after the call")
+
+
+class Residual(torch.nn.Module):
+    """Blocks with enough around them for a compiler to have something to fuse."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(make() for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(F.rms_norm(x, (x.shape[-1],)))
+        return x.square().mean()
+
+
+def losses_of(model, forward, batches):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    losses = []
+    for x in batches:
+        loss = forward(x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return torch.stack(losses)
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:

@@ -5,10 +5,12 @@ import torch
 from support import (
     DEVICES,
     TRAINED,
+    Residual,
     as_leaves,
     assert_same_bits,
     dense_ffn,
     ffn_arguments,
+    losses_of,
     randn,
     run_backward,
     sparse,
@@ -142,31 +144,6 @@ def test_traced_blocks_are_exact(device, name, dynamic):
                 assert_same_bits(a, b)
 
 
-class Residual(torch.nn.Module):
-    """Enough around the block for the compiler to have something to fuse."""
-
-    def __init__(self, make):
-        super().__init__()
-        self.blocks = torch.nn.ModuleList(make() for _ in range(2))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = x + block(torch.nn.functional.rms_norm(x, (x.shape[-1],)))
-        return x.square().mean()
-
-
-def losses_of(model, forward, batches):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    losses = []
-    for x in batches:
-        loss = forward(x)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    return torch.stack(losses)
-
-
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_inductor_trains_with_the_same_losses(device, dynamic):
     """Inductor may order the sums around the blocks differently, so this compares losses, not bits."""
@@ -212,19 +189,3 @@ def test_error_under_compile_names_the_argument(device):
     compiled = torch.compile(bitsparse.relu_squared_ffn, backend="aot_eager", fullgraph=True)
     with pytest.raises(Exception, match=r"w2"):
         compiled(*tensors)
-
-
-@pytest.mark.slow
-def test_cuda_graphs_of_inductor(device):
-    """mode="reduce-overhead" splits its graphs around the operators that touch the arena."""
-    if device == "cpu":
-        pytest.skip("CUDA graphs need CUDA")
-    torch.manual_seed(1)
-    eager = Residual(lambda: bitsparse.nn.ReLUSquaredFFN(64)).to(device)
-    compiled = Residual(lambda: bitsparse.nn.ReLUSquaredFFN(64)).to(device)
-    compiled.load_state_dict(eager.state_dict())
-    batches = [randn(64, 64, seed=i, dtype=torch.float32, device=device) for i in range(8)]
-    expected = losses_of(eager, eager, batches)
-    with torch._inductor.config.patch(force_disable_caches=True):
-        got = losses_of(compiled, torch.compile(compiled, mode="reduce-overhead"), batches)
-    torch.testing.assert_close(got, expected, rtol=1e-4, atol=0.0)

@@ -25,6 +25,7 @@ def test_train_gpt(run_python, tmp_path, device):
     assert rows["dense/ffn_activations_kept"] == 2 * wide
     if device == "cpu":  # on CUDA whole pages are counted, which is coarse at this size
         assert 0 < rows["bitsparse/ffn_activations_kept"] < 0.7 * wide
+    assert rows["layer_1/bits"] < 0.7 * 8 * (4 if device == "cpu" else 2)
     assert len(content["curves"]["losses"]["dense"]) == 6
     assert [probe["step"] for probe in content["curves"]["probes"]] == [1, 3, 6]
 
