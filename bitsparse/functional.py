@@ -85,6 +85,8 @@ def relu_squared_linear(h: Tensor, w2: Tensor, b2: Tensor | None = None, *, code
 def relu_linear(h: Tensor, w2: Tensor, b2: Tensor | None = None, *, codec: str = "tight") -> Tensor:
     """``relu(h) W2ᵀ + b2``: as :func:`relu_squared_linear`, with plain ReLU.
 
-    Bit-identical to ``F.linear(F.relu(h), w2, b2)``, outputs and gradients.
+    Bit-identical to ``F.linear(F.relu(h), w2, b2)``, outputs and gradients, with one exception: PyTorch's relu on CPU
+    lets -0.0 through, and backward has +0 in its place. A sum over several tokens doesn't show that; a zero in the
+    gradient of `w2` for a single token may have the other sign.
     """
     return _call(torch.ops.bitsparse.relu_linear.default, h, w2, b2, codec)

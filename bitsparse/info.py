@@ -72,6 +72,8 @@ def _cuda_problem(build: dict[str, Any], gpus: list[dict[str, Any]], driver: str
         return "this bitsparse was built without CUDA; rebuild it where nvcc is found"
     if torch.version.cuda is None:
         return "the installed torch is a CPU-only build"
+    if build["cuda"].split(".")[0] != torch.version.cuda.split(".")[0]:
+        return f"built with CUDA {build['cuda']}, but torch runs CUDA {torch.version.cuda}; rebuild with this torch"
     if not gpus:
         seen = f"driver {driver}" if driver else "no NVIDIA driver was found"
         return f"torch sees no GPU ({seen})"

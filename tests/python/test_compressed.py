@@ -32,6 +32,7 @@ def test_attributes(device):
     assert (packed.dtype, packed.device, packed.numel) == (t.dtype, t.device, t.numel())
     assert (packed.codec, packed.keep) == ("tight", "nonzero")
     assert packed.nbytes == packed.packed.numel() < packed.dense_nbytes == 2 * t.numel()
+    assert packed.packed.untyped_storage().nbytes() == packed.nbytes, "nothing more is kept, or stored by torch.save"
     assert packed.density == pytest.approx(0.25, abs=0.02)
     text = repr(packed)
     for part in ("(30, 701)", "bfloat16", device, "tight", f"nbytes={packed.nbytes}"):

@@ -71,7 +71,7 @@ def test_pre_activation_is_not_kept_by_the_linear_form(device):
 def net_allocated(function):
     """Bytes of CPU memory that PyTorch's allocator handed out and did not get back during a call."""
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
         result = function()
     return sum(event.self_cpu_memory_usage for event in profile.events()), result
 

@@ -111,5 +111,7 @@ def test_reason_why_cuda_is_not_usable(monkeypatch):
     assert info._cuda_problem(build, [], None) == "torch sees no GPU (no NVIDIA driver was found)"
     assert "compiled for sm_90, but the GPU is sm_80" in info._cuda_problem(build, [gpu], "580.1")
     assert info._cuda_problem(build, [{**gpu, "usable": True}], "580.1") is None
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    assert "built with CUDA 13.0, but torch runs CUDA 12.8" in info._cuda_problem(build, [gpu], "580.1")
     monkeypatch.setattr(torch.version, "cuda", None)
     assert "CPU-only" in info._cuda_problem(build, [], None)
