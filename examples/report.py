@@ -61,7 +61,7 @@ def print_tables(console: Console, result: Result) -> None:
     row("validation loss", (dense.validation, sparse.validation), 6, same)
     weights = "equal to the last bit" if result.weights_equal else "[red]NOT EQUAL[/red]"
     table.add_row("weights after training", "", "", weights)
-    row("wide FFN activations kept, MiB", (dense.kept_bytes / _MIB, sparse.kept_bytes / _MIB), 2)
+    row("FFN activations kept, MiB", (dense.kept_bytes / _MIB, sparse.kept_bytes / _MIB), 2)
     table.add_row("reserved by the arena, MiB", "-", f"{result.arena_capacity / _MIB:.2f}", "")
     if dense.peak_bytes is not None and sparse.peak_bytes is not None:
         row("peak of a step on the GPU, MiB", (dense.peak_bytes / _MIB, sparse.peak_bytes / _MIB), 1)
