@@ -1,0 +1,1 @@
+"""Measurements of bitsparse; ``python -m benchmarks --help`` lists them, docs/benchmarks.md explains them."""

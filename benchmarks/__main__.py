@@ -1,0 +1,34 @@
+"""``python -m benchmarks COMMAND``: measure, check, make the tables of the documentation."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+
+COMMANDS = {
+    "kernels": "compress, restore and gradient on a GPU against a copy: every codec, dtype, density",
+    "cpu": "pack and unpack on the CPU against a memcpy",
+    "block": "forward and backward of feed-forward blocks: dense, bitsparse, checkpointing, torch.compile",
+    "check": "print the rows of result files that fall short of their target; exit code 1 if there are any",
+    "tables": "write the tables of docs/benchmarks.md from docs/results",
+}
+
+
+def main() -> int:
+    lines = "\n".join(f"  {name:<9}{text}" for name, text in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description=__doc__,
+        epilog=f"commands (each has --help):\n{lines}\n\nMeasurements print a table and write out/bench/COMMAND.json "
+        "(--json PATH: elsewhere).\ndocs/benchmarks.md says what is counted.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="see below")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="of the command")
+    options = parser.parse_args()
+    return importlib.import_module(f"benchmarks.{options.command}").main(options.arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

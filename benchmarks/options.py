@@ -1,0 +1,77 @@
+"""Options and the ending that all measurements share."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks import results, tables
+
+
+def parser_of(name: str, description: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"python -m benchmarks {name}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--quick", action="store_true", help="small sizes, few repeats: shows that it runs, no more")
+    parser.add_argument(
+        "--json", type=Path, default=Path(f"out/bench/{name}.json"), metavar="PATH", help="where the result file goes"
+    )
+    parser.add_argument("--commit", help="what to note as the measured commit (default: git's)")
+    return parser
+
+
+def noted_arguments(arguments: Sequence[str]) -> list[str]:
+    """Without those that say where the result goes and what it is called."""
+    kept: list[str] = []
+    words = iter(arguments)
+    for word in words:
+        if word in ("--json", "--commit"):
+            next(words, None)
+        elif not word.startswith(("--json=", "--commit=")):
+            kept.append(word)
+    return kept
+
+
+class Reporting:
+    """Prints and writes a result when the block in it ends. Also when a measurement in it failed: what was measured by
+    then is not lost, and exit_code is 1, as it is when some result was not exact."""
+
+    def __init__(self, result: results.Result, path: Path) -> None:
+        self._result = result
+        self._path = path
+        self.exit_code = 0
+
+    def __enter__(self) -> Reporting:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        if error is not None and not isinstance(error, Exception):
+            return False
+        if error is not None:
+            traceback.print_exception(error)
+        inexact = any(row.name.endswith("/exact") and row.falls_short for row in self._result.rows)
+        self.exit_code = int(error is not None or inexact)
+        if self._result.rows:
+            self._report()
+        if error is not None:
+            print("a measurement failed, see above: the result is not complete", file=sys.stderr)
+        return True
+
+    def _report(self) -> None:
+        result = self._result
+        console = Console(width=None if Console().is_terminal else 140)
+        for table in tables.tables_of(result):
+            console.print(table.as_rich())
+        results.write(self._path, result)
+        targets = sum(row.target is not None for row in result.rows)
+        for row in result.short_rows:
+            print(f"short of its target: {row.name} {row.value:.4g} {row.unit}, target {row.direction} {row.target:g}")
+        print(f"{len(result.rows)} rows, {targets} targets, {len(result.short_rows)} missed")
+        print(f"wrote {self._path}")

@@ -1,0 +1,199 @@
+"""Results as tables, for the terminal and for docs/benchmarks.md, where everything between two marks is written by
+
+python -m benchmarks tables [--check]
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from benchmarks import results
+from benchmarks.results import ROOT, Result
+
+BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
+_MIB = 2**20
+
+
+@dataclass
+class Table:
+    title: str
+    headings: Sequence[str]
+    lines: list[Sequence[str]] = field(default_factory=list)
+    texts: int = 1  # leading columns that are text; the others are numbers
+
+    def as_rich(self) -> RichTable:
+        table = RichTable(title=self.title, title_justify="left")
+        for index, heading in enumerate(self.headings):
+            table.add_column(heading, justify="left" if index < self.texts else "right")
+        for line in self.lines:
+            table.add_row(*map(Text, line))
+        return table
+
+    def as_markdown(self) -> str:
+        marks = ["---" if index < self.texts else "---:" for index in range(len(self.headings))]
+        lines = [self.headings, marks, *self.lines]
+        return f"{self.title}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+class _Cells:
+    """Values by row name as texts; those short of their target are marked."""
+
+    def __init__(self, result: Result) -> None:
+        self._rows = {row.name: row for row in result.rows}
+
+    def __call__(self, name: str, digits: int, scale: float = 1.0) -> str:
+        row = self._rows.get(name)
+        if row is None:
+            return "–"
+        return f"{row.value * scale:.{digits}f}" + (" ✗" if row.falls_short else "")
+
+    def pair(self, name: str) -> str:
+        return f"{self(name + '/ms', 3)} ({self(name + '/of_copy', 2)})" if name + "/ms" in self._rows else "–"
+
+    def groups(self, depth: int, last: str) -> list[str]:
+        """The names' first `depth` parts, in the order of the rows, of names that end in `last`."""
+        names = (name.split("/") for name in self._rows)
+        return list(dict.fromkeys("/".join(parts[:depth]) for parts in names if "/".join(parts[depth:]) == last))
+
+
+def _kernel_tables(result: Result) -> list[Table]:
+    cell = _Cells(result)
+    size = f"{cell('rows', 0)} × {cell('columns', 0)}, copy at {cell('copy/gb_per_s', 0)} GB/s; ms (fraction of copy)"
+    operations = ("compress", "restore", "gradient", "pack", "unpack")
+    table = Table(f"Kernels, {size}", ("dtype", "density", "codec", "bits/element", *operations), texts=3)
+    for group in cell.groups(3, "compress/ms"):
+        dtype, density, codec = group.split("/")
+        times = [cell.pair(f"{group}/{operation}") for operation in operations]
+        kept = cell(f"{dtype}/{density}/kept", 2)
+        label = density.removeprefix("density=")
+        label = f"{label} ({kept})" if label == "real" else label
+        table.lines.append((dtype, label, codec, cell(f"{group}/bits_per_element", 2), *times))
+    names = ("copy", "relu_squared", "compress", "restore", "gradient")
+    small = Table("Small tensors (BF16, density 0.2, tight): µs a call, host / device", ("size", *names))
+    for group in cell.groups(2, "compress/host_us"):
+        times = [f"{cell(f'{group}/{name}/host_us', 1)} / {cell(f'{group}/{name}/device_us', 1)}" for name in names]
+        small.lines.append((group.split("/")[1].replace("_", " "), *times))
+    return [table, small]
+
+
+def _cpu_tables(result: Result) -> list[Table]:
+    cell = _Cells(result)
+    title = f"CPU, {cell('elements', 0)} BF16 elements: ms (memcpy's time over its time)"
+    table = Table(title, ("density", "codec", "bits/element", "memcpy", "pack", "unpack"), texts=2)
+    for group in cell.groups(3, "pack/ms"):
+        base, codec = group.rsplit("/", 1)
+        times = [
+            f"{cell(f'{group}/{operation}/ms', 1)} ({cell(f'{group}/{operation}/of_memcpy', 2)})"
+            for operation in ("pack", "unpack")
+        ]
+        bits, memcpy = cell(f"{group}/bits_per_element", 2), cell(f"{base}/memcpy/ms", 1)
+        table.lines.append((base.split("=")[1], codec, bits, memcpy, *times))
+    return [table]
+
+
+def _block_tables(result: Result) -> list[Table]:
+    cell, values = _Cells(result), result.values()
+    tables = []
+    for group in cell.groups(2, "kept"):
+        shape, density = group.split("/")
+        sizes = " × ".join(re.findall(r"\d+", shape))
+        title = f"Blocks: tokens × width × inner width × layers = {sizes}, {density.replace('=', ' ')} "
+        title += f"(measured {cell(group + '/kept', 3)})"
+        headings = ("method", "step ms", "of dense", "saved MiB", "of dense", "peak MiB", "of dense", "results")
+        table = Table(title, headings)
+        for method in cell.groups(3, "step_ms"):
+            if not method.startswith(group + "/"):
+                continue
+            line = [method.split("/")[2], cell(f"{method}/step_ms", 2), cell(f"{method}/step_of_dense", 3)]
+            for what in ("saved", "peak"):
+                line += [cell(f"{method}/{what}_bytes", 1, 1 / _MIB), cell(f"{method}/{what}_of_dense", 3)]
+            if f"{method}/exact" in values:
+                equal = "equal" if values[f"{method}/exact"] == 1 else "NOT EQUAL ✗"
+            else:
+                equal = f"differ by {values[f'{method}/largest_difference']:.1e}"
+            table.lines.append((*line, equal))
+        tables.append(table)
+    return tables
+
+
+def _other_tables(result: Result) -> list[Table]:
+    table = Table(result.name, ("row", "value", "target", "unit"))
+    for row in result.rows:
+        target = "" if row.target is None else f"{row.direction} {row.target:g}"
+        table.lines.append((row.name, f"{row.value:.6g}" + (" ✗" if row.falls_short else ""), target, row.unit))
+    return [table]
+
+
+_MAKERS = {"kernels": _kernel_tables, "cpu": _cpu_tables, "block": _block_tables}
+
+
+def tables_of(result: Result) -> list[Table]:
+    return [table for table in _MAKERS.get(result.name, _other_tables)(result) if table.lines]
+
+
+def _short_table(all_results: dict[Path, Result]) -> str:
+    table = Table("Rows that fall short of their target:", ("file", "row", "value", "target"), texts=2)
+    for path, result in all_results.items():
+        for row in result.short_rows:
+            table.lines.append((path.name, row.name, f"{row.value:.4g}", f"{row.direction} {row.target:g}"))
+    targets = sum(row.target is not None for result in all_results.values() for row in result.rows)
+    return table.as_markdown() if table.lines else f"No row falls short of its target ({targets} targets)."
+
+
+def section(folder: Path) -> str:
+    """What stands between the marks."""
+    all_results = {path: results.read(path) for path in results.find([folder])}
+    parts = [_short_table(all_results)]
+    for path, result in all_results.items():
+        cuda = f", CUDA {result.cuda}" if result.cuda else ""
+        place = result.gpu or f"{result.cpu['model']}, {result.cpu['threads']} threads"
+        parts.append(f"### {path.name}: {place}")
+        parts.append(
+            f"torch {result.torch}{cuda}, bitsparse {result.bitsparse} at {result.commit[:12]}; `{result.command}`"
+        )
+        parts += [table.as_markdown() for table in tables_of(result)]
+    return "\n\n".join(parts)
+
+
+def replace_section(document: str, text: str) -> str:
+    pattern = re.compile(f"{re.escape(BEGIN)}.*{re.escape(END)}", re.DOTALL)
+    replaced, count = pattern.subn(lambda _: f"{BEGIN}\n\n{text}\n\n{END}", document)
+    if count != 1:
+        raise results.ResultError(f"expected the marks {BEGIN} and {END} once in the document")
+    return replaced
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks tables", description="Write the tables of a document from result files."
+    )
+    parser.add_argument("--results", type=Path, default=ROOT / "docs" / "results", metavar="FOLDER")
+    parser.add_argument("--document", type=Path, default=ROOT / "docs" / "benchmarks.md", metavar="FILE")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit code 1 if the document is out of date"
+    )
+    options = parser.parse_args(arguments)
+    try:
+        old = options.document.read_text(encoding="utf-8")
+        new = replace_section(old, section(options.results))
+    except (OSError, results.ResultError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if options.check:
+        print(f"{options.document}: {'up to date' if old == new else 'out of date: python -m benchmarks tables'}")
+        return int(old != new)
+    options.document.write_text(new, encoding="utf-8")
+    print(f"wrote the tables of {options.document}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
