@@ -1,0 +1,207 @@
+"""The benchmarks' result files, their checks and tables, and each command in its smallest size."""
+
+import copy
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support import DEVICES
+
+ROOT = Path(__file__).parents[2]
+if not (ROOT / "benchmarks").is_dir():
+    pytest.skip("the benchmarks are not part of this source distribution", allow_module_level=True)
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import check, results, tables, timing  # noqa: E402
+
+GOOD = {
+    "name": "something",
+    "gpu": None,
+    "cpu": {"model": "a processor", "threads": 2},
+    "torch": "2.11.0",
+    "cuda": None,
+    "bitsparse": "0.1.0",
+    "commit": "0" * 40,
+    "command": "python -m benchmarks something",
+    "rows": [
+        {"name": "speed", "value": 0.9, "unit": "of copy", "target": 0.85, "direction": ">="},
+        {"name": "waits", "value": 0, "unit": "times", "target": 0, "direction": "<="},
+        {"name": "time", "value": 1.5, "unit": "ms"},
+    ],
+}
+
+
+def changed(change):
+    content = copy.deepcopy(GOOD)
+    change(content)
+    return content
+
+
+def store(path, content):
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return path
+
+
+def test_what_is_written_is_read_again(tmp_path):
+    result = results.validate(GOOD)
+    path = tmp_path / "new folder" / "result.json"
+    results.write(path, result)
+    assert results.read(path) == result
+    assert json.loads(path.read_text()) == GOOD
+
+
+def test_targets_that_are_met(tmp_path, capsys):
+    store(tmp_path / "a.json", GOOD)
+    assert check.main([str(tmp_path)]) == 0
+    assert capsys.readouterr().out == "all 2 targets are met (3 rows in 1 files)\n"
+
+
+@pytest.mark.parametrize("row, value", [(0, 0.8499), (1, 1)])
+def test_rows_that_fall_short_are_named(tmp_path, capsys, row, value):
+    store(tmp_path / "good.json", GOOD)
+    store(tmp_path / "bad.json", changed(lambda content: content["rows"][row].update(value=value)))
+    assert check.main([str(tmp_path)]) == 1
+    printed = capsys.readouterr().out
+    others = {"speed", "waits", "time"} - {GOOD["rows"][row]["name"]}
+    assert GOOD["rows"][row]["name"] in printed and not any(f" {name} " in printed for name in others)
+    assert "bad.json" in printed and "good.json" not in printed
+    assert "1 of 4 targets are missed (6 rows in 2 files)" in printed
+
+
+@pytest.mark.parametrize("value", [0.85, 0.86])
+def test_a_target_that_is_just_met(value):
+    assert not results.validate(changed(lambda content: content["rows"][0].update(value=value))).short_rows
+
+
+MALFORMED = {
+    "not JSON": ("{", "Expecting property name"),
+    "a list": ([], "result: expected an object"),
+    "no name": (changed(lambda content: content.pop("name")), "name: expected a text"),
+    "no commit": (changed(lambda content: content.update(commit="")), "commit: expected a text"),
+    "no gpu": (changed(lambda content: content.pop("gpu")), "gpu: expected a text or null"),
+    "a number as gpu": (changed(lambda content: content.update(gpu=1)), "gpu: expected a text or null"),
+    "a text as cpu": (changed(lambda content: content.update(cpu="fast")), "cpu: expected an object"),
+    "no threads": (changed(lambda content: content["cpu"].update(threads=0)), "cpu: threads: expected an integer"),
+    "no rows": (changed(lambda content: content.update(rows=[])), "rows: expected a list of rows"),
+    "a row that is none": (changed(lambda content: content["rows"].append(1)), r"rows\[3\]: expected an object"),
+    "no unit": (changed(lambda content: content["rows"][2].pop("unit")), r"rows\[2\]: unit: expected a text"),
+    "NaN": (changed(lambda content: content["rows"][2].update(value=math.nan)), r"\(time\): value: expected a finite"),
+    "a text as value": (changed(lambda content: content["rows"][2].update(value="1")), "value: expected a finite"),
+    "true as value": (changed(lambda content: content["rows"][2].update(value=True)), "value: expected a finite"),
+    "target alone": (changed(lambda content: content["rows"][2].update(target=1)), "target and direction together"),
+    "direction alone": (changed(lambda content: content["rows"][0].pop("target")), "target and direction together"),
+    "another direction": (changed(lambda content: content["rows"][0].update(direction=">")), "one of >= and <="),
+    "no number as target": (changed(lambda content: content["rows"][0].update(target=None)), "target: expected a fin"),
+    "another key": (changed(lambda content: content["rows"][0].update(goal=1)), "no other keys, got .'goal'"),
+    "a name twice": (changed(lambda content: content["rows"].append(GOOD["rows"][0])), "names that occur once"),
+}
+
+
+@pytest.mark.parametrize("case", MALFORMED)
+def test_malformed_files_are_errors(tmp_path, capsys, case):
+    content, message = MALFORMED[case]
+    path = store(tmp_path / "a.json", content)
+    with pytest.raises(results.ResultError, match=message) as error:
+        results.read(path)
+    assert str(error.value).startswith(f"{path}: ")
+    assert check.main([str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_malformed_rows_are_not_written(tmp_path):
+    result = results.validate(GOOD)
+    result.add("broken", math.inf, "ms")
+    with pytest.raises(results.ResultError, match="broken"):
+        results.write(tmp_path / "a.json", result)
+    assert not (tmp_path / "a.json").exists()
+
+
+def test_nothing_to_check_is_an_error(tmp_path, capsys):
+    assert check.main([str(tmp_path)]) == 2
+    assert "no *.json in this folder" in capsys.readouterr().err
+    assert check.main([str(tmp_path / "nowhere")]) == 2
+    assert "no such file or folder" in capsys.readouterr().err
+
+
+def test_tables_are_put_between_the_marks(tmp_path, capsys):
+    document = tmp_path / "document.md"
+    document.write_text(f"before\n{tables.BEGIN}\nold\n{tables.END}\nafter\n")
+    folder = tmp_path / "results"
+    folder.mkdir()
+    store(folder / "a.json", changed(lambda content: content["rows"][0].update(value=0.5)))
+    arguments = ["--results", str(folder), "--document", str(document)]
+    assert tables.main([*arguments, "--check"]) == 1
+    assert tables.main(arguments) == 0
+    assert tables.main([*arguments, "--check"]) == 0
+    text = document.read_text()
+    assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
+    assert "| a.json | speed | 0.5 | >= 0.85 |" in text
+    assert "| speed | 0.5 ✗ | >= 0.85 | of copy |" in text
+    document.write_text("no marks")
+    assert tables.main(arguments) == 2
+
+
+def test_documented_tables_are_those_of_the_stored_results(capsys):
+    if not list((ROOT / "docs" / "results").glob("*.json")):
+        pytest.skip("no stored results")
+    assert tables.main(["--check"]) == 0
+
+
+def test_percentiles():
+    measured = timing.Timing([5.0, 1.0, 4.0, 2.0, 3.0])
+    assert (measured.median, measured.percentile(0), measured.percentile(100)) == (3.0, 1.0, 5.0)
+
+
+def run_benchmark(run_python, tmp_path, name, *arguments):
+    path = tmp_path / f"{name}.json"
+    printed = run_python("-m", "benchmarks", name, *arguments, "--json", str(path), "--commit", "this one", cwd=ROOT)
+    result = results.read(path)
+    assert f"wrote {path}" in printed
+    assert (result.name, result.commit) == (name, "this one")
+    assert str(tmp_path) not in result.command
+    exact = [row for row in result.rows if row.name.endswith("/exact")]
+    assert exact and not any(row.falls_short for row in exact)
+    return result
+
+
+def test_cpu(run_python, tmp_path):
+    result = run_benchmark(run_python, tmp_path, "cpu", "--quick", "--elements", "5000", "--densities", "0.2")
+    values = result.values()
+    assert values["elements"] == 5000
+    assert values["bf16/density=0.2/tight/bits_per_element"] < values["bf16/density=0.2/raw/bits_per_element"] < 5
+    assert values["bf16/density=0.2/raw/unpack/ms"] > 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_kernels(run_python, tmp_path, device):
+    arguments = ["--quick", "--device", device, "--rows", "64", "--columns", "1000", "--rounds", "1"]
+    result = run_benchmark(run_python, tmp_path, "kernels", *arguments)
+    values = result.values()
+    assert values["bf16/density=0.2/kept"] == pytest.approx(0.2, abs=0.01)
+    assert values["bf16/density=real/tight/bits_per_element"] < values["bf16/density=real/raw/bits_per_element"]
+    assert values["fp32/density=0.2/raw/gradient/of_copy"] > 0
+    assert (result.gpu is None) == (device == "cpu")
+    assert not [row.name for row in result.short_rows]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_block(run_python, tmp_path, device):
+    arguments = ["--device", device, "--shape", "64x16x512x2", "--densities", "0.1", "--rounds", "1", "--no-compile"]
+    values = run_benchmark(run_python, tmp_path, "block", *arguments).values()
+    prefix = "64x16x512x2/density=0.1"
+    assert values[f"{prefix}/bitsparse-tight/step_ms"] > 0
+    if device == "cpu":  # whole pages are coarse at this size
+        assert values[f"{prefix}/bitsparse-tight/saved_of_dense"] < 0.3
+
+
+def test_errors_and_help(run_python):
+    for name in ("kernels", "cpu", "block", "check", "tables"):
+        assert f"benchmarks{'.' if name == 'check' else ' '}{name}" in run_python(
+            "-m", "benchmarks", name, "--help", cwd=ROOT
+        )
+    command = [sys.executable, "-m", "benchmarks", "block", "--shape", "1x2x3"]
+    failed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert failed.returncode == 2 and "expected TOKENSxWIDTHxINNERxLAYERS, got '1x2x3'" in failed.stderr
