@@ -153,12 +153,13 @@ def _git(*arguments: str) -> str | None:
     return run.stdout.strip()
 
 
-def current_commit() -> str:
-    """Of the source tree; "-modified" behind it when what is measured differs from it."""
+def current_commit(cuda: bool) -> str:
+    """Of the source tree; "-modified" behind it when the sources of what is measured differ from it."""
     head = _git("rev-parse", "HEAD")
     if head is None:
         return "unknown"
-    changed = _git("status", "--porcelain", "--untracked-files=no", "--", "bitsparse", "csrc", "kernels", "benchmarks")
+    sources = ("bitsparse", "csrc", "benchmarks", "kernels" if cuda else "kernels/include")
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", *sources)
     return head + ("-modified" if changed else "")
 
 
@@ -184,6 +185,6 @@ def describe(name: str, device: str, arguments: Sequence[str], commit: str | Non
         torch=torch.__version__,
         cuda=torch.version.cuda if cuda else None,
         bitsparse=bitsparse.__version__,
-        commit=commit or current_commit(),
+        commit=commit or current_commit(cuda),
         command=shlex.join(["python", "-m", "benchmarks", name, *arguments]),
     )
