@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = [row for result in files.values() for row in result.rows]
     targets = sum(row.target is not None for row in rows)
     if table.row_count:
-        Console().print(table)
+        Console(width=None if Console().is_terminal else 140).print(table)
         print(f"{table.row_count} of {targets} targets are missed ({len(rows)} rows in {len(files)} files)")
         return 1
     print(f"all {targets} targets are met ({len(rows)} rows in {len(files)} files)")

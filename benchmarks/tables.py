@@ -87,13 +87,11 @@ def _kernel_tables(result: Result) -> list[Table]:
 def _cpu_tables(result: Result) -> list[Table]:
     cell = _Cells(result)
     title = f"CPU, {cell('elements', 0)} BF16 elements: ms (memcpy's time over its time)"
-    table = Table(title, ("density", "codec", "bits/element", "memcpy", "pack", "unpack"), texts=2)
+    table = Table(title, ("density", "codec", "bits/element", "memcpy", "clone", "pack", "unpack"), texts=2)
     for group in cell.groups(3, "pack/ms"):
         base, codec = group.rsplit("/", 1)
-        times = [
-            f"{cell(f'{group}/{operation}/ms', 1)} ({cell(f'{group}/{operation}/of_memcpy', 2)})"
-            for operation in ("pack", "unpack")
-        ]
+        names = (f"{base}/clone", f"{group}/pack", f"{group}/unpack")
+        times = [f"{cell(f'{name}/ms', 1)} ({cell(f'{name}/of_memcpy', 2)})" for name in names]
         bits, memcpy = cell(f"{group}/bits_per_element", 2), cell(f"{base}/memcpy/ms", 1)
         table.lines.append((base.split("=")[1], codec, bits, memcpy, *times))
     return [table]
