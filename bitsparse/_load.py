@@ -41,4 +41,16 @@ except ImportError as error:
 
 check_torch_version(_C.build_info()["torch"], torch.__version__)
 
+
+def hooks_keep_tensors() -> bool:
+    """Do the active saved-tensor hooks hold on to what they are given? Activation checkpointing's do, or they drop it."""
+    try:
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    except AttributeError:  # another version of torch: take it that they copy
+        return False
+    return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
+
+
+_C.set_hooks_keep_tensors(hooks_keep_tensors)
+
 __all__ = ["_C", "check_torch_version"]

@@ -5,7 +5,9 @@
 #include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
+#include "activation.h"
 #include "bitsparse/arena.h"
+#include "bitsparse/compressed_tensor.h"
 #include "lease.h"
 #include "names.h"
 
@@ -38,7 +40,15 @@ std::tuple<at::Tensor, at::Tensor> compress_copy(const at::Tensor& h, std::strin
   return {out, lease};
 }
 
+// What the blocks save while saved-tensor hooks are active: relu(h) as a packed tensor. It has more bytes than any handle.
+bool is_packed(const at::Tensor& saved) { return !is_lease(saved) && saved.numel() >= static_cast<std::int64_t>(sizeof(PackedHeader)); }
+
 at::Tensor restore(const at::Tensor& handle, at::IntArrayRef size, at::ScalarType dtype, std::string_view activation) {
+  if (is_packed(handle)) {
+    at::Tensor relu = unpack(handle, size, dtype);
+    activate_relu_(relu, parse_activation(activation));
+    return relu;
+  }
   Lease& lease = lease_of(handle);
   at::Tensor out = at::empty(size, handle.options().dtype(dtype));
   check_lease_matches("_restore_activation", lease, out);
@@ -47,6 +57,11 @@ at::Tensor restore(const at::Tensor& handle, at::IntArrayRef size, at::ScalarTyp
 }
 
 void apply_gradient(at::Tensor& grad, const at::Tensor& handle, std::string_view activation) {
+  if (is_packed(handle)) {
+    const at::Tensor relu = unpack(handle, grad.sizes(), grad.scalar_type());
+    grad.copy_(activation_gradient(relu, grad, parse_activation(activation)));
+    return;
+  }
   Lease& lease = lease_of(handle);
   check_lease_matches("_activation_gradient_", lease, grad);
   if (grad.is_contiguous()) return lease.gradient(grad, parse_activation(activation));

@@ -11,7 +11,9 @@
 
 #include "activation.h"
 #include "activation_ops.h"
+#include "bitsparse/compressed_tensor.h"
 #include "bitsparse/functional.h"
+#include "bitsparse/saved_tensor_hooks.h"
 #include "checks.h"
 #include "linear.h"
 #include "names.h"
@@ -97,7 +99,11 @@ struct ActivationLinear : torch::autograd::Function<ActivationLinear> {
     at::AutoDispatchBelowADInplaceOrView guard;
     const std::vector<std::int64_t> order = memory_order(h);
     at::Tensor a = h.permute(order), lease;
-    if (overwrite)
+    if (saved_tensors_may_be_copied()) {
+      a = at::relu(a);
+      lease = pack(a, codec, "positive");
+      activate_relu_(a, parse_activation(activation));
+    } else if (overwrite)
       lease = ops::compress_activation_(a, activation, codec);
     else
       std::tie(a, lease) = ops::compress_activation(a, activation, codec);

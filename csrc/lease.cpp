@@ -18,14 +18,16 @@ at::Tensor make_handle(std::unique_ptr<Lease> lease, void* data) {
       .make_tensor();
 }
 
+bool is_lease(const at::Tensor& handle) {
+  return handle.defined() && handle.has_storage() && handle.storage().data_ptr().get_deleter() == &end_lease;
+}
+
 Lease& lease_of(const at::Tensor& handle) {
-  TORCH_CHECK(handle.defined() && handle.has_storage(), "bitsparse: lease: expected a lease, got a tensor without storage");
-  const c10::DataPtr& data = handle.storage().data_ptr();
-  TORCH_CHECK(data.get_deleter() == &end_lease,
+  TORCH_CHECK(is_lease(handle),
               "bitsparse: lease: expected the tensor that the forward pass saved, got a copy of it (dtype ", handle.scalar_type(), ", ",
               handle.numel(), " elements, ", handle.device(),
-              "). A lease cannot be copied: saved-tensor hooks that move or clone saved tensors inside a compiled graph are not supported");
-  return *static_cast<Lease*>(data.get_context());
+              "). A lease cannot be copied: around a torch.compile'd model, saved-tensor hooks that move or clone what they are given are not supported");
+  return *static_cast<Lease*>(handle.storage().data_ptr().get_context());
 }
 
 }  // namespace bitsparse

@@ -42,6 +42,8 @@ class Lease {
 // The handle of a lease. `data` is kHandleBytes of the lease's device that live as long as the lease.
 at::Tensor make_handle(std::unique_ptr<Lease> lease, void* data);
 
+bool is_lease(const at::Tensor& handle);
+
 // The lease behind a handle; throws if the tensor is none (a copy made by a saved-tensor hook, for one).
 Lease& lease_of(const at::Tensor& handle);
 

@@ -5,6 +5,7 @@
 
 #include "bitsparse/compressed_tensor.h"
 #include "cpu/codec.h"
+#include "cpu/huge_pages.h"
 #include "dtype.h"
 #include "names.h"
 #ifdef BITSPARSE_WITH_CUDA
@@ -54,6 +55,7 @@ at::Tensor unpack_op(const at::Tensor& packed, at::IntArrayRef size, at::ScalarT
     return out;
   }
 #endif
+  cpu::advise_huge_pages(out.data_ptr(), static_cast<std::int64_t>(out.nbytes()));
   cpu::unpack(packed, out.data_ptr());
   return out;
 }

@@ -26,18 +26,25 @@ Sizing::Demand Sizing::demand(Kind kind, std::int64_t worst, StreamId stream) co
   return {steady_pages() + extra * seen->second.most_pages, false};
 }
 
-std::int64_t Sizing::most_pages(Kind kind) const {
+std::int64_t Sizing::expected_pages(Kind kind) const {
   const auto seen = seen_.find(kind);
-  return seen == seen_.end() ? 0 : seen->second.most_pages;
+  const auto position = static_cast<std::size_t>(live_);
+  if (seen == seen_.end() || position >= seen->second.last_pages.size()) return 0;
+  return seen->second.last_pages[position];
 }
 
 Sizing::LeaseId Sizing::start(Kind kind, std::int64_t worst, StreamId stream) {
+  if (seen_.size() >= kMostKinds) {
+    seen_.clear();
+    new_kinds_.clear();
+  }
   if (seen_.emplace(kind, Seen{}).second) new_kinds_.push_back(kind);
   const LeaseId id = next_++;
   Entry entry{};
   entry.kind = kind;
   entry.worst = worst;
   entry.stream = stream;
+  entry.position = static_cast<std::size_t>(live_);
   leases_.emplace(id, entry);
   ++live_;
   step_most_live_ = std::max(step_most_live_, live_);
@@ -50,6 +57,8 @@ void Sizing::finish(LeaseId id, std::int64_t pages) {
   entry.pages = pages;
   Seen& seen = seen_[entry.kind];
   seen.most_pages = std::max(seen.most_pages, pages);
+  if (seen.last_pages.size() <= entry.position) seen.last_pages.resize(entry.position + 1, 0);
+  seen.last_pages[entry.position] = pages;
 }
 
 void Sizing::ending(LeaseId id) {

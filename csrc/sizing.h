@@ -32,8 +32,9 @@ class Sizing {
   // The same when every live lease counts with its worst case (or the user's bound of it, given as `worst` at its start).
   std::int64_t worst_case_demand(std::int64_t worst, StreamId stream) const;
 
-  // Most pages that a lease of this kind took so far; 0: none known.
-  std::int64_t most_pages(Kind kind) const;
+  // Pages that the lease which starts now is expected to take: what the one that started with as many live leases took last time, that
+  // is, in a training step, the same layer's. 0: nothing known.
+  std::int64_t expected_pages(Kind kind) const;
 
   LeaseId start(Kind kind, std::int64_t worst, StreamId stream);
   void finish(LeaseId id, std::int64_t pages);
@@ -61,13 +62,18 @@ class Sizing {
     std::int64_t worst;
     std::int64_t pages = -1;  // unknown
     StreamId stream;
+    std::size_t position;  // live leases when it started
     bool owned = true;
     bool pinned = false;
   };
   struct Seen {
     std::int64_t most_pages = 0;
+    std::vector<std::int64_t> last_pages;  // by position
     bool completed_step = false;
   };
+
+  // More kinds than any training run has; beyond it what was learnt is forgotten, so that random shapes don't add up.
+  static constexpr std::size_t kMostKinds = 4096;
 
   template <class PagesOf>
   std::int64_t sum(StreamId stream, PagesOf pages_of) const;

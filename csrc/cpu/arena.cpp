@@ -9,6 +9,7 @@
 #include "activation.h"
 #include "bitsparse/error.h"
 #include "cpu/codec.h"
+#include "cpu/huge_pages.h"
 #include "dtype.h"
 #include "lease.h"
 
@@ -70,6 +71,7 @@ class CpuLease final : public Lease {
   ~CpuLease() override { arena_->end(bytes_, dense_bytes()); }
 
   void restore(const at::Tensor& out, Activation activation) override {
+    advise_huge_pages(out.data_ptr(), static_cast<std::int64_t>(out.nbytes()));
     unpack(packed_, out.data_ptr());
     at::Tensor relu = out;
     activate_relu_(relu, activation);

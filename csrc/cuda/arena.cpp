@@ -239,7 +239,7 @@ LeaseSlot* CudaArena::begin(const LeaseInfo& info, CUDAStream stream) {
   LeaseSlot* slot = nullptr;
   set_up(stream, [&](CUDAStream on) { slot = slots_.take({table, tile_count(dtype, info.numel)}, on); });
   slot->home = stream;
-  slot->prefill = static_cast<std::uint32_t>(sizing_.most_pages(kind));
+  slot->prefill = static_cast<std::uint32_t>(sizing_.expected_pages(kind));
   slot->dense_bytes = info.numel * element_bytes(dtype);
   slot->id = sizing_.start(kind, worst, stream.stream());
   if (capture) {

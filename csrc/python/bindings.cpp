@@ -1,5 +1,6 @@
 // bitsparse._C: what Python needs beyond the operators that loading the library registers. No tensor crosses this module, so it needs
 // no torch headers of Python's and compiles in seconds.
+#include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -7,6 +8,7 @@
 
 #include "bitsparse/arena.h"
 #include "bitsparse/build_info.h"
+#include "bitsparse/saved_tensor_hooks.h"
 
 namespace py = pybind11;
 using namespace py::literals;
@@ -75,6 +77,8 @@ PYBIND11_MODULE(_C, m) {
       .def("trim", &bitsparse::Arena::trim, py::call_guard<py::gil_scoped_release>())
       .def("use", [](std::shared_ptr<bitsparse::Arena> arena) { bitsparse::push_arena(std::move(arena)); })
       .def("unuse", [](const bitsparse::Arena& arena) { bitsparse::pop_arena(arena); });
+
+  m.def("set_hooks_keep_tensors", &bitsparse::set_hooks_keep_tensors, "keep"_a);
 
   m.def("default_arena", [](const std::string& device) { return bitsparse::default_arena(c10::Device(device)); }, "device"_a);
   m.def("has_default_arena", [](const std::string& device) { return bitsparse::has_default_arena(c10::Device(device)); }, "device"_a);

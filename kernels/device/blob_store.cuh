@@ -42,7 +42,7 @@ inline __device__ __noinline__ std::uint64_t take_page(PagePool* pool, LeaseCont
     page = kPageLost;
   else
     atomicMax(&pool->high_water, atomicAdd(&pool->in_use, 1u) + 1);
-  store_release(page_table_entry, page);
+  store_relaxed(page_table_entry, page);
   return page;
 }
 
@@ -75,24 +75,37 @@ inline __device__ __noinline__ void prefill_pages(PagePool* pool, std::uint64_t*
   }
   __syncthreads();
   for (std::uint32_t i = threadIdx.x; i < wanted; i += blockDim.x)
-    store_release(&page_table[i], i < count ? get_page(pool->device_pages, ticket + i) : kPageOnDemand);
+    store_relaxed(&page_table[i], i < count ? get_page(pool->device_pages, ticket + i) : kPageOnDemand);
 }
 
 // Block-wide, by the thread block that reserved last: no tile will ask for a page at or beyond `used`.
 inline __device__ __noinline__ void return_unused_pages(PagePool* pool, std::uint64_t* page_table, std::uint64_t used,
                                                         std::uint64_t prefilled) {
   PageRing& ring = pool->device_pages;
+  __shared__ std::uint32_t count, ticket;
+  if (threadIdx.x == 0) count = 0;
+  __syncthreads();
   for (std::uint64_t i = used + threadIdx.x; i < prefilled; i += blockDim.x) {
     std::uint64_t page;
     while ((page = load_relaxed(&page_table[i])) == kPageMissing) __nanosleep(50);  // the first thread block is at it
-    page_table[i] = kPageMissing;
-    if (page == kPageOnDemand) continue;
-    put_page(ring, atomicAdd(&ring.tail, 1u), page);
-    atomicSub(&pool->in_use, 1u);
-    __threadfence();
-    atomicAdd(&ring.available, 1u);
+    if (page == kPageOnDemand)
+      page_table[i] = kPageMissing;
+    else
+      atomicAdd(&count, 1u);  // entries of pages come before entries on demand
   }
   __syncthreads();
+  if (threadIdx.x == 0) ticket = atomicAdd(&ring.tail, count);
+  __syncthreads();
+  for (std::uint32_t i = threadIdx.x; i < count; i += blockDim.x) {
+    put_page(ring, ticket + i, load_relaxed(&page_table[used + i]));
+    page_table[used + i] = kPageMissing;
+  }
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    atomicSub(&pool->in_use, count);
+    atomicAdd(&ring.available, count);
+  }
 }
 
 // One atomic a tile. `last`: all tiles have their places now.

@@ -25,33 +25,25 @@ struct SlotType<4> {
 template <int Bytes>
 using Slot = typename SlotType<Bytes>::type;
 
-// Where a warp's block lies in a tensor, and whether whole 16-byte accesses may be used.
-struct BlockSpan {
-  std::int64_t first;  // index of the block's first element
-  std::int64_t numel;
-  bool whole;  // inside the tensor and 16-byte aligned
-};
-
+// Is tile `tile` inside a tensor of `numel` elements, and `base` aligned for 16-byte accesses? Tiles that are not take a path of their own.
 template <int Bytes>
-__device__ __forceinline__ BlockSpan block_span(const void* base, std::int64_t block, std::int64_t numel) {
-  const std::int64_t first = block * kBlockElements;
-  const bool aligned = (reinterpret_cast<std::uintptr_t>(base) & (kChunkBytes - 1)) == 0;
-  return {first, numel, aligned && first + kBlockElements <= numel};
+__device__ __forceinline__ bool tile_is_whole(const void* base, std::int64_t tile, std::int64_t numel) {
+  return (reinterpret_cast<std::uintptr_t>(base) & (kChunkBytes - 1)) == 0 && (tile + 1) * BlockLayout<Bytes>::kTileElements <= numel;
 }
 
 // The lane's 32 elements as words, elements past the end as zero.
-template <int Bytes, bool Streaming>
-__device__ __forceinline__ void load_block(const void* base, const BlockSpan& span, int lane,
+template <int Bytes, bool Whole, bool Streaming>
+__device__ __forceinline__ void load_block(const void* base, std::int64_t first, std::int64_t numel, int lane,
                                            uint4 (&v)[BlockLayout<Bytes>::kChunksPerLane]) {
   using L = BlockLayout<Bytes>;
-  const Slot<Bytes>* elements = static_cast<const Slot<Bytes>*>(base) + span.first;
-  if (span.whole) {
+  const Slot<Bytes>* elements = static_cast<const Slot<Bytes>*>(base) + first;
+  if constexpr (Whole) {
     const uint4* p = reinterpret_cast<const uint4*>(elements) + lane;
 #pragma unroll
     for (int i = 0; i < L::kChunksPerLane; ++i) v[i] = Streaming ? load_streaming(p + i * kLanes) : p[i * kLanes];
     return;
   }
-  const std::int64_t left = span.numel - span.first;
+  const std::int64_t left = numel - first;
 #pragma unroll
   for (int i = 0; i < L::kChunksPerLane; ++i) {
     std::uint32_t words[4];
@@ -69,11 +61,12 @@ __device__ __forceinline__ void load_block(const void* base, const BlockSpan& sp
 }
 
 // Writes the lane's i-th chunk.
-template <int Bytes, bool Streaming>
-__device__ __forceinline__ void store_chunk(void* base, const BlockSpan& span, int lane, int i, const std::uint32_t (&words)[4]) {
+template <int Bytes, bool Whole, bool Streaming>
+__device__ __forceinline__ void store_chunk(void* base, std::int64_t first, std::int64_t numel, int lane, int i,
+                                            const std::uint32_t (&words)[4]) {
   using L = BlockLayout<Bytes>;
-  Slot<Bytes>* elements = static_cast<Slot<Bytes>*>(base) + span.first;
-  if (span.whole) {
+  Slot<Bytes>* elements = static_cast<Slot<Bytes>*>(base) + first;
+  if constexpr (Whole) {
     uint4* p = reinterpret_cast<uint4*>(elements) + lane + i * kLanes;
     const uint4 v = make_uint4(words[0], words[1], words[2], words[3]);
     if constexpr (Streaming)
@@ -82,7 +75,7 @@ __device__ __forceinline__ void store_chunk(void* base, const BlockSpan& span, i
       *p = v;
     return;
   }
-  const std::int64_t left = span.numel - span.first;
+  const std::int64_t left = numel - first;
 #pragma unroll
   for (int j = 0; j < 4; ++j)
 #pragma unroll

@@ -122,9 +122,8 @@ struct BlockPlan {
   std::uint32_t code_words;
 };
 
-template <class Config>
-__global__ void __launch_bounds__(Config::kThreads, Tuning::compress_blocks(Config::kDType))
-    compress_kernel(const void* in, void* out, std::int64_t numel, const __grid_constant__ BlobStore store) {
+template <class Config, bool Whole>
+__device__ __forceinline__ void compress_tile(const void* in, void* out, std::int64_t numel, const BlobStore& store) {
   using L = typename Config::L;
   constexpr int kBytes = Config::kBytes, kBlocks = L::kBlocksPerTile;
   constexpr DType D = Config::kDType;
@@ -140,29 +139,26 @@ __global__ void __launch_bounds__(Config::kThreads, Tuning::compress_blocks(Conf
 
   if (blockIdx.x == 0 && store.prefill) prefill_pages(store.pool, store.pages, store.prefill);
 
-  const BlockSpan in_span = block_span<kBytes>(in, static_cast<std::int64_t>(blockIdx.x) * kBlocks + warp, numel);
+  const std::int64_t first = (static_cast<std::int64_t>(blockIdx.x) * kBlocks + warp) * kBlockElements;
   uint4 v[L::kChunksPerLane];
-  load_block<kBytes, true>(in, in_span, lane, v);
+  load_block<kBytes, Whole, true>(in, first, numel, lane, v);
 
   // Mask and activation. From here on v holds zero where nothing is kept (and codes' bit order).
   std::uint32_t mask = 0, any = 0;
-  {
-    const BlockSpan out_span = block_span<kBytes>(out, static_cast<std::int64_t>(blockIdx.x) * kBlocks + warp, numel);
 #pragma unroll
-    for (int i = 0; i < L::kChunksPerLane; ++i) {
-      std::uint32_t* x = reinterpret_cast<std::uint32_t*>(&v[i]);
-      std::uint32_t activation[4];
+  for (int i = 0; i < L::kChunksPerLane; ++i) {
+    std::uint32_t* x = reinterpret_cast<std::uint32_t*>(&v[i]);
+    std::uint32_t activation[4];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const std::uint32_t kept = keep_mask<D, K>(x[j]);
-        mask |= mask_bits<kBytes>(kept, 4 * i + j);
-        x[j] &= kept;
-        if constexpr (C == Codec::signless) any |= x[j];
-        if constexpr (Config::kEpilogue != Epilogue::none) activation[j] = activate<D, Config::kEpilogue>(x[j]);
-        if constexpr (Config::kRotates) x[j] = rotate_sign<kBytes>(x[j]);
-      }
-      if constexpr (Config::kEpilogue != Epilogue::none) store_chunk<kBytes, false>(out, out_span, lane, i, activation);
+    for (int j = 0; j < 4; ++j) {
+      const std::uint32_t kept = keep_mask<D, K>(x[j]);
+      mask |= mask_bits<kBytes>(kept, 4 * i + j);
+      x[j] &= kept;
+      if constexpr (C == Codec::signless) any |= x[j];
+      if constexpr (Config::kEpilogue != Epilogue::none) activation[j] = activate<D, Config::kEpilogue>(x[j]);
+      if constexpr (Config::kRotates) x[j] = rotate_sign<kBytes>(x[j]);
     }
+    if constexpr (Config::kEpilogue != Epilogue::none) store_chunk<kBytes, Whole, false>(out, first, numel, lane, i, activation);
   }
 
   const std::uint32_t lane_kept = __popc(mask);
@@ -208,7 +204,7 @@ __global__ void __launch_bounds__(Config::kThreads, Tuning::compress_blocks(Conf
     plan.mask_words = two_level;
   }
   if (kept == 0) plan = {MaskKind::empty, L::kMinWidth, 0, 0, 0};
-  if (plan.mask_words + plan.code_words >= kLanes * dense_width && in_span.first + kBlockElements <= numel) {
+  if (plan.mask_words + plan.code_words >= kLanes * dense_width && (Whole || first + kBlockElements <= numel)) {
     plan = {MaskKind::dense, dense_width, 0, 0, kLanes * dense_width};
     if constexpr (C != Codec::raw) {
       __syncwarp();
@@ -291,6 +287,22 @@ __global__ void __launch_bounds__(Config::kThreads, Tuning::compress_blocks(Conf
     }
 #endif
   if (final_units) finish_lease(store, final_units);
+}
+
+// Out of line: rare, and not to cost the other tiles a register.
+template <class Config>
+__device__ __noinline__ void compress_edge_tile(const void* in, void* out, std::int64_t numel, const BlobStore& store) {
+  compress_tile<Config, false>(in, out, numel, store);
+}
+
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, Tuning::compress_blocks(Config::kDType))
+    compress_kernel(const void* in, void* out, std::int64_t numel, const __grid_constant__ BlobStore store) {
+  const std::uintptr_t addresses = reinterpret_cast<std::uintptr_t>(in) | reinterpret_cast<std::uintptr_t>(out);
+  if (tile_is_whole<Config::kBytes>(reinterpret_cast<const void*>(addresses), blockIdx.x, numel))
+    compress_tile<Config, true>(in, out, numel, store);
+  else
+    compress_edge_tile<Config>(in, out, numel, store);
 }
 
 }  // namespace bitsparse::kernels

@@ -32,8 +32,8 @@ __device__ __forceinline__ std::uint64_t load_relaxed(const std::uint64_t* p) {
   return v;
 }
 
-__device__ __forceinline__ void store_release(std::uint64_t* p, std::uint64_t v) {
-  asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+__device__ __forceinline__ void store_relaxed(std::uint64_t* p, std::uint64_t v) {
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }
 
 // Shift left that gives 0 for counts of 32 and more, as PTX defines it (C++ does not).

@@ -55,9 +55,8 @@ __device__ __forceinline__ std::uint32_t next_word(const Slot<Bytes>*& p, std::u
   return word;
 }
 
-template <class Config>
-__global__ void __launch_bounds__(Config::kThreads, Tuning::restore_blocks(Config::kDType))
-    restore_kernel(void* data, std::int64_t numel, const __grid_constant__ BlobStore store) {
+template <class Config, bool Whole>
+__device__ __forceinline__ void restore_tile(void* data, std::int64_t numel, const BlobStore& store) {
   using L = typename Config::L;
   constexpr int kBytes = Config::kBytes, kBlocks = L::kBlocksPerTile;
   constexpr DType D = Config::kDType;
@@ -86,9 +85,9 @@ __global__ void __launch_bounds__(Config::kThreads, Tuning::restore_blocks(Confi
     }
   }
 #endif
-  const BlockSpan span = block_span<kBytes>(data, static_cast<std::int64_t>(blockIdx.x) * kBlocks + warp, numel);
+  const std::int64_t first = (static_cast<std::int64_t>(blockIdx.x) * kBlocks + warp) * kBlockElements;
   uint4 grad[kGradient ? L::kChunksPerLane : 1];
-  if constexpr (kGradient) load_block<kBytes, false>(data, span, lane, grad);
+  if constexpr (kGradient) load_block<kBytes, Whole, false>(data, first, numel, lane, grad);
 #if BITSPARSE_BULK_COPY
   __syncthreads();
   if (!lost) barrier_wait(&arrived);
@@ -110,7 +109,7 @@ __global__ void __launch_bounds__(Config::kThreads, Tuning::restore_blocks(Confi
 #pragma unroll
     for (int i = 0; i < L::kChunksPerLane; ++i) {
       const std::uint32_t words[4] = {nan, nan, nan, nan};
-      store_chunk<kBytes, false>(data, span, lane, i, words);
+      store_chunk<kBytes, Whole, false>(data, first, numel, lane, i, words);
     }
     return;
   }
@@ -149,8 +148,23 @@ __global__ void __launch_bounds__(Config::kThreads, Tuning::restore_blocks(Confi
       if constexpr (kGradient) x = activation_gradient<D, Config::kEpilogue>(x, reinterpret_cast<const std::uint32_t*>(&grad[i])[j]);
       words[j] = x;
     }
-    store_chunk<kBytes, !kGradient>(data, span, lane, i, words);
+    store_chunk<kBytes, Whole, !kGradient>(data, first, numel, lane, i, words);
   }
+}
+
+// Out of line: rare, and not to cost the other tiles a register.
+template <class Config>
+__device__ __noinline__ void restore_edge_tile(void* data, std::int64_t numel, const BlobStore& store) {
+  restore_tile<Config, false>(data, numel, store);
+}
+
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, Tuning::restore_blocks(Config::kDType))
+    restore_kernel(void* data, std::int64_t numel, const __grid_constant__ BlobStore store) {
+  if (tile_is_whole<Config::kBytes>(data, blockIdx.x, numel))
+    restore_tile<Config, true>(data, numel, store);
+  else
+    restore_edge_tile<Config>(data, numel, store);
 }
 
 }  // namespace bitsparse::kernels

@@ -158,7 +158,7 @@ def losses_of(model, forward, batches):
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.detach())
+        losses.append(loss.detach().clone())  # graphs write their outputs again
     return torch.stack(losses)
 
 

@@ -5,6 +5,7 @@ import threading
 
 import pytest
 import torch
+import torch.nn.functional as F
 from support import (
     DEVICES,
     TRAINED,
@@ -180,6 +181,28 @@ def test_saved_tensor_hooks_that_keep_the_tensors(device):
             return bitsparse.relu_squared_ffn(*leaves)
 
     assert_same_training(hooked, dense_ffn, tensors)
+
+
+@pytest.mark.parametrize("activation", ["relu", "relu_squared"])
+def test_saved_tensor_hooks_that_copy(device, activation):
+    """save_on_cpu brings back copies, which no lease survives: a self-contained tensor is saved instead."""
+    tensors = ffn_arguments(device, torch.bfloat16)
+    tensors[0][3, :] = float("nan")
+    ours = getattr(bitsparse, f"{activation}_ffn")
+
+    def hooked(function):
+        def call(*leaves):
+            with torch.autograd.graph.save_on_cpu():
+                return function(*leaves)
+
+        return call
+
+    def dense(x, w1, b1, w2, b2):
+        relu = F.linear(x, w1, b1).relu()
+        return F.linear(relu.square() if activation == "relu_squared" else relu, w2, b2)
+
+    assert_same_training(hooked(ours), hooked(dense), tensors)
+    assert stats(device)["live_leases"] == 0
 
 
 def test_leases_released_in_random_order(device):

@@ -145,16 +145,18 @@ def test_unpack_as_something_else(device, dtype):
         unpack(packed[None], [6], dtype)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_saved_tensors_that_were_copied(device, name):
-    """Hooks that move or copy what is saved can't copy a lease; that is said, never guessed."""
-    tensors = [t.requires_grad_() for t in ffn_arguments(device, torch.float32)]
-    if name.endswith("linear"):
-        tensors = [randn(70, 356, seed=6, dtype=torch.float32, device=device).requires_grad_(), *tensors[3:]]
-    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda t: t):
-        y = getattr(bitsparse, name)(*tensors)
+def test_copies_of_a_lease(device):
+    """A copy of a lease holds nothing; that is said, never guessed."""
+    ops = torch.ops.bitsparse
+    h = randn(70, 356, seed=6, dtype=torch.float32, device=device)
+    _, lease = ops._compress_activation(h, "relu", "tight")
+    assert torch.equal(ops._restore_activation(lease.view(4, 4), [70, 356], torch.float32, "relu"), h.relu())
     with pytest.raises(RuntimeError, match=r"lease.*got a copy of it"):
-        y.sum().backward()
+        ops._restore_activation(lease.clone(), [70, 356], torch.float32, "relu")
+    with pytest.raises(RuntimeError, match=r"lease.*got a copy of it"):
+        ops._activation_gradient_(h.clone(), lease.clone(), "relu")
+    with pytest.raises(RuntimeError, match=r"the lease holds 24920 elements of Float.*but 12 of"):
+        ops._restore_activation(lease, [3, 4], torch.float32, "relu")
 
 
 def test_nothing_is_left_behind_by_an_error(device):

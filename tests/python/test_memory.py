@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from support import DEVICES, as_leaves, dense_ffn, dense_linear, ffn_arguments, randn
 
 import bitsparse
+from bitsparse import _load
 
 TOKENS, D, D_FF = 512, 64, 1024
 WIDE = TOKENS * D_FF  # more elements than any weight has
@@ -22,8 +23,13 @@ def saved_by(function, tensors):
         return t
 
     leaves = as_leaves(tensors)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        y = function(*leaves)
+    # These hooks look and keep. Under hooks that may copy, the blocks would save a packed tensor instead of a lease.
+    bitsparse._C.set_hooks_keep_tensors(lambda: True)
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            y = function(*leaves)
+    finally:
+        bitsparse._C.set_hooks_keep_tensors(_load.hooks_keep_tensors)
     given = {t.untyped_storage().data_ptr() for t in leaves if t is not None}
     return y, [t for t in saved if t.untyped_storage().data_ptr() not in given]
 
@@ -52,6 +58,18 @@ def test_autograd_saves_a_handle_and_nothing_wide(device, name):
     in_use = bitsparse.memory_stats(device, synchronize=True)["in_use"] - before
     packed = bitsparse.compress(h, keep="positive").nbytes
     assert packed - 1024 <= in_use <= packed + (256 << 10 if device == "cuda" else 1024), "whole pages on CUDA"
+    y.sum().backward()
+
+
+@on_devices
+def test_under_hooks_a_packed_tensor_is_saved(device):
+    x, w1, b1, w2, b2 = arguments(device)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y = bitsparse.relu_squared_ffn(*as_leaves([x, w1, b1, w2, b2]))
+    packed = bitsparse.compress(F.linear(x, w1, b1).relu(), keep="positive").packed
+    assert any(t.dtype == torch.uint8 and torch.equal(t, packed) for t in saved)
+    assert bitsparse.memory_stats(device)["live_leases"] == 0
     y.sum().backward()
 
 
@@ -93,7 +111,8 @@ def test_memory_left_allocated_on_cpu():
 @pytest.mark.cuda
 @pytest.mark.parametrize("name", ["relu_squared_ffn", "relu_ffn"])
 def test_memory_left_allocated_on_cuda(name):
-    tensors = ffn_arguments("cuda", torch.bfloat16, (8192,), d_in=256, d_ff=4096, d_out=256)
+    # No biases: PyTorch's sum over tokens, which gives b1's gradient, takes a buffer of two wide tensors for itself.
+    tensors = ffn_arguments("cuda", torch.bfloat16, (8192,), d_in=256, d_ff=4096, d_out=256, bias=False)
     leaves = as_leaves(tensors)
     function = getattr(bitsparse, name)
     arena = bitsparse.Arena("cuda", capacity=128 << 20)
