@@ -272,7 +272,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if device.type == "cuda":
         if not torch.cuda.is_available():
             parser.error("--device cuda: torch sees no GPU; python -m bitsparse.info says more")
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(torch.device(device).index or 0)
         device = torch.device("cuda", torch.cuda.current_device())
     shape = (rows, options.columns)
     result = results.describe("kernels", str(device), noted_arguments(arguments), options.commit)

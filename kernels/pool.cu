@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kReleaseThreads) release_kernel(BlobStore stor
         page = store.pages[i];
         store.pages[i] = kPageMissing;
       }
-      const bool real = page != kPageMissing && page != kPageLost, spilled = page & kPageSpilled;
+      const bool real = page > kPageFlagMask, spilled = page & kPageSpilled;
       device_count += return_some(pool.device_pages, page, real && !spilled);
       spill_count += return_some(pool.spill_pages, page, real && spilled);
     }
