@@ -17,11 +17,12 @@ namespace {
 void check_lease_matches(const char* op, const Lease& lease, const at::Tensor& t) {
   const LeaseInfo& info = lease.info();
   TORCH_CHECK(t.numel() == info.numel && t.scalar_type() == info.dtype && t.device() == info.device, "bitsparse::", op,
-              ": the lease holds ", info.numel, " elements of ", info.dtype, " on ", info.device, ", but ", t.numel(), " of ",
-              t.scalar_type(), " on ", t.device(), " were asked for");
+              ": the lease holds ", info.numel, " elements of ", info.dtype, " on ", info.device, ", but ", t.numel(),
+              " of ", t.scalar_type(), " on ", t.device(), " were asked for");
 }
 
-at::Tensor compress_to(const at::Tensor& h, const at::Tensor& out, std::string_view activation, std::string_view codec) {
+at::Tensor compress_to(const at::Tensor& h, const at::Tensor& out, std::string_view activation,
+                       std::string_view codec) {
   return current_arena(h.device())->compress(h, out, parse_codec(codec), parse_activation(activation));
 }
 
@@ -33,15 +34,19 @@ at::Tensor compress_in_place(at::Tensor& h, std::string_view activation, std::st
   return lease;
 }
 
-std::tuple<at::Tensor, at::Tensor> compress_copy(const at::Tensor& h, std::string_view activation, std::string_view codec) {
+std::tuple<at::Tensor, at::Tensor> compress_copy(const at::Tensor& h, std::string_view activation,
+                                                 std::string_view codec) {
   const at::Tensor dense = h.contiguous();
   const at::Tensor out = dense.is_same(h) ? at::empty_like(dense) : dense;
   at::Tensor lease = compress_to(dense, out, activation, codec);
   return {out, lease};
 }
 
-// What the blocks save while saved-tensor hooks are active: relu(h) as a packed tensor. It has more bytes than any handle.
-bool is_packed(const at::Tensor& saved) { return !is_lease(saved) && saved.numel() >= static_cast<std::int64_t>(sizeof(PackedHeader)); }
+// What the blocks save while saved-tensor hooks are active: relu(h) as a packed tensor. It has more bytes than any
+// handle.
+bool is_packed(const at::Tensor& saved) {
+  return !is_lease(saved) && saved.numel() >= static_cast<std::int64_t>(sizeof(PackedHeader));
+}
 
 at::Tensor restore(const at::Tensor& handle, at::IntArrayRef size, at::ScalarType dtype, std::string_view activation) {
   if (is_packed(handle)) {
@@ -107,24 +112,29 @@ TORCH_LIBRARY_IMPL(bitsparse, Meta, m) {
 namespace ops {
 
 at::Tensor compress_activation_(at::Tensor h, std::string_view activation, std::string_view codec) {
-  static const auto op = typed<at::Tensor(at::Tensor&, std::string_view, std::string_view)>("bitsparse::_compress_activation_");
+  static const auto op =
+      typed<at::Tensor(at::Tensor&, std::string_view, std::string_view)>("bitsparse::_compress_activation_");
   return op.call(h, activation, codec);
 }
 
-std::tuple<at::Tensor, at::Tensor> compress_activation(const at::Tensor& h, std::string_view activation, std::string_view codec) {
+std::tuple<at::Tensor, at::Tensor> compress_activation(const at::Tensor& h, std::string_view activation,
+                                                       std::string_view codec) {
   static const auto op =
-      typed<std::tuple<at::Tensor, at::Tensor>(const at::Tensor&, std::string_view, std::string_view)>("bitsparse::_compress_activation");
+      typed<std::tuple<at::Tensor, at::Tensor>(const at::Tensor&, std::string_view, std::string_view)>(
+          "bitsparse::_compress_activation");
   return op.call(h, activation, codec);
 }
 
-at::Tensor restore_activation(const at::Tensor& lease, c10::SymIntArrayRef size, at::ScalarType dtype, std::string_view activation) {
-  static const auto op =
-      typed<at::Tensor(const at::Tensor&, c10::SymIntArrayRef, at::ScalarType, std::string_view)>("bitsparse::_restore_activation");
+at::Tensor restore_activation(const at::Tensor& lease, c10::SymIntArrayRef size, at::ScalarType dtype,
+                              std::string_view activation) {
+  static const auto op = typed<at::Tensor(const at::Tensor&, c10::SymIntArrayRef, at::ScalarType, std::string_view)>(
+      "bitsparse::_restore_activation");
   return op.call(lease, size, dtype, activation);
 }
 
 void activation_gradient_(at::Tensor grad, const at::Tensor& lease, std::string_view activation) {
-  static const auto op = typed<void(at::Tensor&, const at::Tensor&, std::string_view)>("bitsparse::_activation_gradient_");
+  static const auto op =
+      typed<void(at::Tensor&, const at::Tensor&, std::string_view)>("bitsparse::_activation_gradient_");
   op.call(grad, lease, activation);
 }
 

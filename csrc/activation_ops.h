@@ -10,8 +10,10 @@
 namespace bitsparse::ops {
 
 at::Tensor compress_activation_(at::Tensor h, std::string_view activation, std::string_view codec);
-std::tuple<at::Tensor, at::Tensor> compress_activation(const at::Tensor& h, std::string_view activation, std::string_view codec);
-at::Tensor restore_activation(const at::Tensor& lease, c10::SymIntArrayRef size, at::ScalarType dtype, std::string_view activation);
+std::tuple<at::Tensor, at::Tensor> compress_activation(const at::Tensor& h, std::string_view activation,
+                                                       std::string_view codec);
+at::Tensor restore_activation(const at::Tensor& lease, c10::SymIntArrayRef size, at::ScalarType dtype,
+                              std::string_view activation);
 void activation_gradient_(at::Tensor grad, const at::Tensor& lease, std::string_view activation);
 
 }  // namespace bitsparse::ops

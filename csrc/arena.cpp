@@ -45,7 +45,8 @@ c10::Device with_index(c10::Device device) {
 
 void check_options(const ArenaOptions& options) {
   const int settings = options.capacity.has_value() + options.density_bound.has_value() + options.worst_case;
-  TORCH_CHECK_VALUE(settings <= 1, "bitsparse: Arena: expected at most one of capacity, density_bound and worst_case, got ", settings);
+  TORCH_CHECK_VALUE(settings <= 1,
+                    "bitsparse: Arena: expected at most one of capacity, density_bound and worst_case, got ", settings);
   TORCH_CHECK_VALUE(!options.capacity || *options.capacity >= 0, "bitsparse: Arena: expected capacity >= 0 bytes, got ",
                     options.capacity.value_or(0));
   TORCH_CHECK_VALUE(!options.density_bound || (*options.density_bound > 0 && *options.density_bound <= 1),
@@ -82,7 +83,8 @@ bool has_default_arena(c10::Device device) {
     // Asking which device is current could create a context, and without one there is no arena.
     std::lock_guard<std::mutex> lock(registry().mutex);
     const auto& arenas = registry().arenas;
-    if (std::none_of(arenas.begin(), arenas.end(), [](const auto& item) { return item.first.first == c10::kCUDA; })) return false;
+    if (std::none_of(arenas.begin(), arenas.end(), [](const auto& item) { return item.first.first == c10::kCUDA; }))
+      return false;
   }
   device = with_index(device);
   std::lock_guard<std::mutex> lock(registry().mutex);
@@ -92,8 +94,8 @@ bool has_default_arena(c10::Device device) {
 
 std::shared_ptr<Arena> current_arena(c10::Device device) {
   const auto& stack = arena_stack();
-  const auto found =
-      std::find_if(stack.rbegin(), stack.rend(), [&](const auto& arena) { return key_of(arena->device()) == key_of(device); });
+  const auto found = std::find_if(stack.rbegin(), stack.rend(),
+                                  [&](const auto& arena) { return key_of(arena->device()) == key_of(device); });
   return found == stack.rend() ? default_arena(device) : *found;
 }
 
@@ -102,7 +104,8 @@ void push_arena(std::shared_ptr<Arena> arena) { arena_stack().push_back(std::mov
 void pop_arena(const Arena& arena) {
   auto& stack = arena_stack();
   TORCH_CHECK(!stack.empty() && stack.back().get() == &arena,
-              "bitsparse: Arena: expected the innermost arena of this thread to be the one that ends, got another: arenas nest");
+              "bitsparse: Arena: expected the innermost arena of this thread to be the one that ends, got another: "
+              "arenas nest");
   stack.pop_back();
 }
 

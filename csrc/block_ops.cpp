@@ -29,13 +29,14 @@ struct Gradients {
   at::Tensor h, w2, b2;
 };
 
-// The order of h's dimensions in memory, outermost first. Eager relu keeps that order, and the layout of the activation can choose the
-// GEMM kernel: so the block keeps it too.
+// The order of h's dimensions in memory, outermost first. Eager relu keeps that order, and the layout of the activation
+// can choose the GEMM kernel: so the block keeps it too.
 std::vector<std::int64_t> memory_order(const at::Tensor& h) {
   std::vector<std::int64_t> order(h.dim());
   std::iota(order.begin(), order.end(), 0);
   if (h.is_contiguous()) return order;
-  std::stable_sort(order.begin(), order.end(), [&](std::int64_t a, std::int64_t b) { return h.sym_stride(a) > h.sym_stride(b); });
+  std::stable_sort(order.begin(), order.end(),
+                   [&](std::int64_t a, std::int64_t b) { return h.sym_stride(a) > h.sym_stride(b); });
   return order;
 }
 
@@ -45,8 +46,8 @@ std::vector<std::int64_t> inverse(const std::vector<std::int64_t>& order) {
   return inverse;
 }
 
-// Gradients of y = activation(h) w2ᵀ + b2 from the lease of h. At most one wide tensor at a time beside what is returned: the
-// activation is gone before d loss / d activation is made, and that becomes d loss / d h in place.
+// Gradients of y = activation(h) w2ᵀ + b2 from the lease of h. At most one wide tensor at a time beside what is
+// returned: the activation is gone before d loss / d activation is made, and that becomes d loss / d h in place.
 Gradients linear_backward(at::Tensor grad, const at::Tensor& lease, const at::Tensor& w2, const std::string& activation,
                           const std::vector<std::int64_t>& order, bool need_h, bool need_w2, bool need_b2) {
   const c10::SymInt d_ff = w2.sym_size(1);
@@ -76,8 +77,8 @@ Gradients linear_backward(at::Tensor grad, const at::Tensor& lease, const at::Te
 // With create_graph, gradients of gradients would be wrong without this node: its backward says so.
 struct OnceDifferentiable : torch::autograd::Function<OnceDifferentiable> {
   static variable_list forward(AutogradContext*, const at::Tensor& grad, const at::Tensor& lease, const at::Tensor& w2,
-                               const std::string& activation, const std::vector<std::int64_t>& order, bool need_h, bool need_w2,
-                               bool need_b2) {
+                               const std::string& activation, const std::vector<std::int64_t>& order, bool need_h,
+                               bool need_w2, bool need_b2) {
     at::AutoDispatchBelowADInplaceOrView guard;
     Gradients g = linear_backward(grad, lease, w2, activation, order, need_h, need_w2, need_b2);
     variable_list needed;  // outputs of a Function must be defined
@@ -86,9 +87,10 @@ struct OnceDifferentiable : torch::autograd::Function<OnceDifferentiable> {
     return needed;
   }
   static variable_list backward(AutogradContext*, const variable_list&) {
-    TORCH_CHECK_NOT_IMPLEMENTED(false,
-                                "bitsparse: double backward is not supported: a compressed activation is differentiable once. Use the "
-                                "dense block for losses that need gradients of gradients");
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        false,
+        "bitsparse: double backward is not supported: a compressed activation is differentiable once. Use the "
+        "dense block for losses that need gradients of gradients");
   }
 };
 
@@ -124,7 +126,8 @@ struct ActivationLinear : torch::autograd::Function<ActivationLinear> {
     const bool need_b2 = ctx->saved_data["has_bias"].toBool() && ctx->needs_input_grad(2);
     variable_list out(6);
     if (at::GradMode::is_enabled()) {
-      const variable_list g = OnceDifferentiable::apply(grads[0], saved[1], saved[0], activation, order, need_h, need_w2, need_b2);
+      const variable_list g =
+          OnceDifferentiable::apply(grads[0], saved[1], saved[0], activation, order, need_h, need_w2, need_b2);
       auto next = g.begin();
       if (need_h) out[0] = *next++;
       if (need_w2) out[1] = *next++;
@@ -147,15 +150,16 @@ at::Tensor dense_linear(at::Tensor h, const at::Tensor& w2, const OptionalTensor
 
 bool requires_grad(const at::Tensor& t) { return t.requires_grad(); }
 
-// A lease pays where backward needs the activation. A vector has nothing to save and other matrix products; a permuted h of three
-// dimensions with a frozen weight has a batched product in eager mode: both stay dense.
+// A lease pays where backward needs the activation. A vector has nothing to save and other matrix products; a permuted
+// h of three dimensions with a frozen weight has a batched product in eager mode: both stay dense.
 bool keeps_lease(const at::Tensor& h, const at::Tensor& w2) {
   if (!at::GradMode::is_enabled() || !(requires_grad(h) || requires_grad(w2))) return false;
   return h.dim() >= 2 && (h.is_contiguous() || h.dim() == 2 || requires_grad(w2));
 }
 
 template <Activation A>
-at::Tensor linear_autograd(const at::Tensor& h, const at::Tensor& w2, const OptionalTensor& b2, std::string_view codec) {
+at::Tensor linear_autograd(const at::Tensor& h, const at::Tensor& w2, const OptionalTensor& b2,
+                           std::string_view codec) {
   check_linear(A == Activation::relu ? "relu_linear" : "relu_squared_linear", h, w2, b2);
   parse_codec(codec);
   if (!keeps_lease(h, w2)) return dense_linear(h, w2, b2, A);
@@ -167,8 +171,8 @@ at::Tensor ffn_autograd(const at::Tensor& x, const at::Tensor& w1, const Optiona
                         const OptionalTensor& b2, std::string_view codec) {
   check_ffn(A == Activation::relu ? "relu_ffn" : "relu_squared_ffn", x, w1, b1, w2, b2);
   parse_codec(codec);
-  // The first layer is autograd's own: what it saves (x and w1) is what a block of one piece would save, and its gradients are
-  // the dense ones by construction.
+  // The first layer is autograd's own: what it saves (x and w1) is what a block of one piece would save, and its
+  // gradients are the dense ones by construction.
   at::Tensor h = at::linear(x, w1, b1);
   if (!keeps_lease(h, w2)) return dense_linear(std::move(h), w2, b2, A);
   return ActivationLinear::apply(h, w2, b2, std::string(activation_name(A)), std::string(codec), /*overwrite=*/true);
@@ -176,7 +180,8 @@ at::Tensor ffn_autograd(const at::Tensor& x, const at::Tensor& w1, const Optiona
 
 // Below autograd nothing is saved.
 template <Activation A>
-at::Tensor linear_inference(const at::Tensor& h, const at::Tensor& w2, const OptionalTensor& b2, std::string_view codec) {
+at::Tensor linear_inference(const at::Tensor& h, const at::Tensor& w2, const OptionalTensor& b2,
+                            std::string_view codec) {
   check_linear(A == Activation::relu ? "relu_linear" : "relu_squared_linear", h, w2, b2);
   parse_codec(codec);
   return dense_linear(h, w2, b2, A);
@@ -199,7 +204,8 @@ OptionalTensor cast(const OptionalTensor& t, c10::DeviceType device) {
 }
 
 template <Activation A, c10::DeviceType Device>
-at::Tensor linear_autocast(const at::Tensor& h, const at::Tensor& w2, const OptionalTensor& b2, std::string_view codec) {
+at::Tensor linear_autocast(const at::Tensor& h, const at::Tensor& w2, const OptionalTensor& b2,
+                           std::string_view codec) {
   c10::impl::ExcludeDispatchKeyGuard no_autocast(at::autocast::get_autocast_dispatch_key_from_device_type(Device));
   const auto op = A == Activation::relu ? relu_linear : relu_squared_linear;
   return op(cast(h, Device), cast(w2, Device), cast(b2, Device), codec);
@@ -228,8 +234,8 @@ void register_inference(torch::Library& m) {
   m.impl("relu_squared_linear", linear_inference<Activation::relu_squared>);
 }
 
-using FfnSignature = at::Tensor(const at::Tensor&, const at::Tensor&, const OptionalTensor&, const at::Tensor&, const OptionalTensor&,
-                                std::string_view);
+using FfnSignature = at::Tensor(const at::Tensor&, const at::Tensor&, const OptionalTensor&, const at::Tensor&,
+                                const OptionalTensor&, std::string_view);
 using LinearSignature = at::Tensor(const at::Tensor&, const at::Tensor&, const OptionalTensor&, std::string_view);
 
 template <class Signature>
@@ -256,12 +262,13 @@ at::Tensor relu_squared_ffn(const at::Tensor& x, const at::Tensor& w1, const Opt
   static const auto op = typed<FfnSignature>("bitsparse::relu_squared_ffn");
   return op.call(x, w1, b1, w2, b2, codec);
 }
-at::Tensor relu_ffn(const at::Tensor& x, const at::Tensor& w1, const OptionalTensor& b1, const at::Tensor& w2, const OptionalTensor& b2,
-                    std::string_view codec) {
+at::Tensor relu_ffn(const at::Tensor& x, const at::Tensor& w1, const OptionalTensor& b1, const at::Tensor& w2,
+                    const OptionalTensor& b2, std::string_view codec) {
   static const auto op = typed<FfnSignature>("bitsparse::relu_ffn");
   return op.call(x, w1, b1, w2, b2, codec);
 }
-at::Tensor relu_squared_linear(const at::Tensor& h, const at::Tensor& w2, const OptionalTensor& b2, std::string_view codec) {
+at::Tensor relu_squared_linear(const at::Tensor& h, const at::Tensor& w2, const OptionalTensor& b2,
+                               std::string_view codec) {
   static const auto op = typed<LinearSignature>("bitsparse::relu_squared_linear");
   return op.call(h, w2, b2, codec);
 }

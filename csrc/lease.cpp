@@ -24,9 +24,10 @@ bool is_lease(const at::Tensor& handle) {
 
 Lease& lease_of(const at::Tensor& handle) {
   TORCH_CHECK(is_lease(handle),
-              "bitsparse: lease: expected the tensor that the forward pass saved, got a copy of it (dtype ", handle.scalar_type(), ", ",
-              handle.numel(), " elements, ", handle.device(),
-              "). A lease cannot be copied: around a torch.compile'd model, saved-tensor hooks that move or clone what they are given are not supported");
+              "bitsparse: lease: expected the tensor that the forward pass saved, got a copy of it (dtype ",
+              handle.scalar_type(), ", ", handle.numel(), " elements, ", handle.device(),
+              "). A lease cannot be copied: around a torch.compile'd model, saved-tensor hooks that move or clone what "
+              "they are given are not supported");
   return *static_cast<Lease*>(handle.storage().data_ptr().get_context());
 }
 

@@ -1,7 +1,8 @@
 // A lease: one compressed tensor's hold on an arena, and the small tensor that stands for it.
 //
-// Autograd, checkpointing and torch.compile keep, pass and drop the handle like any saved tensor; its storage's deleter ends the lease.
-// Only the storage matters, never its bytes: a handle that somebody overwrote still works, and a copy of a handle does not.
+// Autograd, checkpointing and torch.compile keep, pass and drop the handle like any saved tensor; its storage's deleter
+// ends the lease. Only the storage matters, never its bytes: a handle that somebody overwrote still works, and a copy
+// of a handle does not.
 #pragma once
 
 #include <ATen/core/TensorBody.h>

@@ -1,5 +1,5 @@
-// The backward of a linear layer with exactly the matrix products that eager autograd runs, operand layouts included: another layout
-// can choose another GEMM kernel, with other rounding.
+// The backward of a linear layer with exactly the matrix products that eager autograd runs, operand layouts included:
+// another layout can choose another GEMM kernel, with other rounding.
 #pragma once
 
 #include <ATen/core/TensorBody.h>

@@ -18,7 +18,8 @@ namespace {
 at::Tensor pack_op(const at::Tensor& t, std::string_view codec_name, std::string_view keep_name) {
   const Codec codec = parse_codec(codec_name);
   const Keep keep = parse_keep(keep_name);
-  TORCH_CHECK_VALUE(t.layout() == at::kStrided, "bitsparse::pack: expected t to be a strided tensor, got layout ", t.layout());
+  TORCH_CHECK_VALUE(t.layout() == at::kStrided, "bitsparse::pack: expected t to be a strided tensor, got layout ",
+                    t.layout());
   const DType dtype = dtype_of(t.scalar_type(), "t");
   const at::Tensor contiguous = t.contiguous();
 #ifdef BITSPARSE_WITH_CUDA
@@ -41,15 +42,17 @@ at::Tensor unpack_op(const at::Tensor& packed, at::IntArrayRef size, at::ScalarT
     const at::Tensor head = packed.narrow(0, 0, head_bytes).cpu();
     std::memcpy(&header, head.data_ptr(), head_bytes);
   }
-  TORCH_CHECK_TYPE(static_cast<DType>(header.dtype) == dtype_of(dtype, "dtype"), "bitsparse::unpack: expected dtype to be ",
-                   scalar_type(static_cast<DType>(header.dtype)), " as packed, got ", dtype);
+  TORCH_CHECK_TYPE(static_cast<DType>(header.dtype) == dtype_of(dtype, "dtype"),
+                   "bitsparse::unpack: expected dtype to be ", scalar_type(static_cast<DType>(header.dtype)),
+                   " as packed, got ", dtype);
   const std::int64_t numel = c10::multiply_integers(size);
-  TORCH_CHECK_VALUE(numel == static_cast<std::int64_t>(header.numel), "bitsparse::unpack: expected size to have ", header.numel,
-                    " elements as packed, got ", size);
+  TORCH_CHECK_VALUE(numel == static_cast<std::int64_t>(header.numel), "bitsparse::unpack: expected size to have ",
+                    header.numel, " elements as packed, got ", size);
   at::Tensor out = at::empty(size, packed.options().dtype(dtype));
 #ifdef BITSPARSE_WITH_CUDA
   if (packed.is_cuda()) {
-    // The tile table is read as 8-byte words and blobs in 16-byte units; only a view at an odd offset is less aligned than that.
+    // The tile table is read as 8-byte words and blobs in 16-byte units; only a view at an odd offset is less aligned
+    // than that.
     const bool aligned = reinterpret_cast<std::uintptr_t>(packed.data_ptr()) % kUnitBytes == 0;
     cuda::unpack(aligned ? packed : packed.clone(), header, out);
     return out;
@@ -86,7 +89,8 @@ at::Tensor pack(const at::Tensor& t, std::string_view codec, std::string_view ke
 }
 
 at::Tensor unpack(const at::Tensor& packed, at::IntArrayRef size, at::ScalarType dtype, bool validated) {
-  static const auto op = typed<at::Tensor(const at::Tensor&, c10::SymIntArrayRef, at::ScalarType, bool)>("bitsparse::unpack");
+  static const auto op =
+      typed<at::Tensor(const at::Tensor&, c10::SymIntArrayRef, at::ScalarType, bool)>("bitsparse::unpack");
   return op.call(packed, c10::fromIntArrayRefSlow(size), dtype, validated);
 }
 

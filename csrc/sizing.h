@@ -1,8 +1,8 @@
 // How large a CUDA arena must be: the host's bookkeeping, in pages, without CUDA or torch.
 //
-// Each lease goes through: started (compress enqueued, size unknown) -> finished (size known) -> ending (release enqueued on its
-// stream) -> ended (pages seen back). Two rules follow from stream order. A lease that is ending on stream S holds nothing when later
-// work of S runs. A lease whose size is unknown may hold its worst case.
+// Each lease goes through: started (compress enqueued, size unknown) -> finished (size known) -> ending (release
+// enqueued on its stream) -> ended (pages seen back). Two rules follow from stream order. A lease that is ending on
+// stream S holds nothing when later work of S runs. A lease whose size is unknown may hold its worst case.
 #pragma once
 
 #include <cstdint>
@@ -22,18 +22,19 @@ class Sizing {
   // `headroom`: capacity over the measured high-water mark in steady state.
   explicit Sizing(double headroom = 1.15) : headroom_(headroom) {}
 
-  // Pages to have before a lease of `worst` pages starts on `stream`, and whether the host may wait for unfinished leases to learn
-  // their size instead of having that much.
+  // Pages to have before a lease of `worst` pages starts on `stream`, and whether the host may wait for unfinished
+  // leases to learn their size instead of having that much.
   struct Demand {
     std::int64_t pages;
     bool may_wait;
   };
   Demand demand(Kind kind, std::int64_t worst, StreamId stream) const;
-  // The same when every live lease counts with its worst case (or the user's bound of it, given as `worst` at its start).
+  // The same when every live lease counts with its worst case (or the user's bound of it, given as `worst` at its
+  // start).
   std::int64_t worst_case_demand(std::int64_t worst, StreamId stream) const;
 
-  // Pages that the lease which starts now is expected to take: what the one that started with as many live leases took last time, that
-  // is, in a training step, the same layer's. 0: nothing known.
+  // Pages that the lease which starts now is expected to take: what the one that started with as many live leases took
+  // last time, that is, in a training step, the same layer's. 0: nothing known.
   std::int64_t expected_pages(Kind kind) const;
 
   LeaseId start(Kind kind, std::int64_t worst, StreamId stream);
@@ -44,7 +45,8 @@ class Sizing {
   void pin(LeaseId id);
   void unpin(LeaseId id);
 
-  // A step of training ends when no lease has an owner. True once after each step that changed what is known: time to trim.
+  // A step of training ends when no lease has an owner. True once after each step that changed what is known: time to
+  // trim.
   bool take_trim_due();
   // Capacity for steady state, in pages.
   std::int64_t steady_pages() const;

@@ -2,6 +2,7 @@
 
 namespace bitsparse::kernels {
 
-template cudaError_t compress_dtype<DType::float32>(const void*, void*, std::int64_t, Codec, Keep, Epilogue, const BlobStore&, cudaStream_t);
+template cudaError_t compress_dtype<DType::float32>(const void*, void*, std::int64_t, Codec, Keep, Epilogue,
+                                                    const BlobStore&, cudaStream_t);
 
 }  // namespace bitsparse::kernels

@@ -6,14 +6,16 @@ namespace bitsparse::kernels {
 namespace {
 
 // One warp a blob.
-__global__ void gather_blobs_kernel(BlobStore from, const std::uint64_t* ordered_tiles, std::int64_t tiles, std::uint8_t* payload) {
+__global__ void gather_blobs_kernel(BlobStore from, const std::uint64_t* ordered_tiles, std::int64_t tiles,
+                                    std::uint8_t* payload) {
   const std::int64_t tile = (static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / kLanes;
   if (tile >= tiles) return;
   const Placement blob = find_blob(from, from.tiles[tile]);
   const std::uint32_t units = entry_size(from.tiles[tile]);
   uint4* to = reinterpret_cast<uint4*>(payload + entry_offset(ordered_tiles[tile]) * kUnitBytes);
   for (std::uint32_t i = threadIdx.x % kLanes; i < units; i += kLanes) {
-    const std::uint8_t* p = i < blob.first_units ? blob.first + i * kUnitBytes : blob.second + (i - blob.first_units) * kUnitBytes;
+    const std::uint8_t* p =
+        i < blob.first_units ? blob.first + i * kUnitBytes : blob.second + (i - blob.first_units) * kUnitBytes;
     to[i] = *reinterpret_cast<const uint4*>(p);
   }
 }

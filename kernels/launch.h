@@ -1,7 +1,8 @@
 // The kernels' host interface: raw pointers, sizes and a stream in, an error code out. Nothing of torch.
 //
-// Every function enqueues work on `stream` and returns without waiting; nothing here checks what csrc has checked. Element pointers
-// need the alignment of their element only (16-byte alignment is faster). Indices are 64-bit throughout.
+// Every function enqueues work on `stream` and returns without waiting; nothing here checks what csrc has checked.
+// Element pointers need the alignment of their element only (16-byte alignment is faster). Indices are 64-bit
+// throughout.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -15,8 +16,9 @@ namespace bitsparse::kernels {
 // What happens to a value on its way through a kernel.
 enum class Epilogue : std::uint8_t { none = 0, relu = 1, relu_squared = 2 };
 
-// A bounded queue of free pages in device memory. Pop: take a permit from `available`, then a ticket from `head`; push: a ticket from
-// `tail`, then return the permit. There are at least as many slots as pages, so a push never waits for long.
+// A bounded queue of free pages in device memory. Pop: take a permit from `available`, then a ticket from `head`; push:
+// a ticket from `tail`, then return the permit. There are at least as many slots as pages, so a push never waits for
+// long.
 struct PageRing {
   std::uint64_t* slots;  // page addresses, 0 = not (yet) there
   std::uint32_t slot_mask;
@@ -72,18 +74,18 @@ struct BlobStore {
   std::uint32_t prefill;  // pages to take at once when compress starts; what turns out unneeded goes back when it ends
 };
 
-// Reads numel elements once, emits their compressed form, and (unless the epilogue is `none`) writes the activation to `out`, which may
-// be `in` itself. relu and relu_squared need Keep::positive and a 2- or 4-byte dtype.
-cudaError_t compress(const void* in, void* out, std::int64_t numel, DType dtype, Codec codec, Keep keep, Epilogue epilogue,
-                     const BlobStore& store, cudaStream_t stream);
+// Reads numel elements once, emits their compressed form, and (unless the epilogue is `none`) writes the activation to
+// `out`, which may be `in` itself. relu and relu_squared need Keep::positive and a 2- or 4-byte dtype.
+cudaError_t compress(const void* in, void* out, std::int64_t numel, DType dtype, Codec codec, Keep keep,
+                     Epilogue epilogue, const BlobStore& store, cudaStream_t stream);
 
 // Rebuilds the kept values, or their squares. `none` and `relu` restore the exact bits.
-cudaError_t restore(void* out, std::int64_t numel, DType dtype, Codec codec, Keep keep, Epilogue epilogue, const BlobStore& store,
-                    cudaStream_t stream);
+cudaError_t restore(void* out, std::int64_t numel, DType dtype, Codec codec, Keep keep, Epilogue epilogue,
+                    const BlobStore& store, cudaStream_t stream);
 
 // grad <- grad * d activation / d pre-activation, in place: the rounding is that of PyTorch's eager backward.
-cudaError_t gradient(void* grad, std::int64_t numel, DType dtype, Codec codec, Epilogue activation, const BlobStore& store,
-                     cudaStream_t stream);
+cudaError_t gradient(void* grad, std::int64_t numel, DType dtype, Codec codec, Epilogue activation,
+                     const BlobStore& store, cudaStream_t stream);
 
 // Copies blobs to `payload` in tile order, each to its entry in `ordered_tiles`.
 cudaError_t gather_blobs(const BlobStore& from, const std::uint64_t* ordered_tiles, std::int64_t tiles, void* payload,
@@ -93,10 +95,12 @@ cudaError_t gather_blobs(const BlobStore& from, const std::uint64_t* ordered_til
 cudaError_t release(const BlobStore& store, cudaStream_t stream);
 
 // An empty pool whose rings have the given slots (powers of two, zeroed here).
-cudaError_t init_pool(PagePool* pool, std::uint64_t* device_slots, std::uint32_t device_slot_count, std::uint64_t* spill_slots,
-                      std::uint32_t spill_slot_count, std::uint32_t page_shift, cudaStream_t stream);
+cudaError_t init_pool(PagePool* pool, std::uint64_t* device_slots, std::uint32_t device_slot_count,
+                      std::uint64_t* spill_slots, std::uint32_t spill_slot_count, std::uint32_t page_shift,
+                      cudaStream_t stream);
 
 // Adds `count` consecutive pages; `flags` are or-ed into their addresses (kPageSpilled or 0).
-cudaError_t push_pages(PagePool* pool, std::uint64_t first_page, std::uint32_t count, std::uint64_t flags, cudaStream_t stream);
+cudaError_t push_pages(PagePool* pool, std::uint64_t first_page, std::uint32_t count, std::uint64_t flags,
+                       cudaStream_t stream);
 
 }  // namespace bitsparse::kernels

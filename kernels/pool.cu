@@ -31,7 +31,8 @@ __global__ void push_pages_kernel(PagePool* pool, std::uint64_t first_page, std:
   __shared__ std::uint32_t ticket;
   if (threadIdx.x == 0) ticket = atomicAdd(&ring.tail, count);
   __syncthreads();
-  for (std::uint32_t i = threadIdx.x; i < count; i += blockDim.x) put_page(ring, ticket + i, (first_page + i * page_bytes) | flags);
+  for (std::uint32_t i = threadIdx.x; i < count; i += blockDim.x)
+    put_page(ring, ticket + i, (first_page + i * page_bytes) | flags);
   __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) atomicAdd(&ring.available, count);
@@ -96,13 +97,16 @@ __global__ void __launch_bounds__(kReleaseThreads) release_kernel(BlobStore stor
 
 }  // namespace
 
-cudaError_t init_pool(PagePool* pool, std::uint64_t* device_slots, std::uint32_t device_slot_count, std::uint64_t* spill_slots,
-                      std::uint32_t spill_slot_count, std::uint32_t page_shift, cudaStream_t stream) {
-  init_pool_kernel<<<64, kThreads, 0, stream>>>(pool, device_slots, device_slot_count, spill_slots, spill_slot_count, page_shift);
+cudaError_t init_pool(PagePool* pool, std::uint64_t* device_slots, std::uint32_t device_slot_count,
+                      std::uint64_t* spill_slots, std::uint32_t spill_slot_count, std::uint32_t page_shift,
+                      cudaStream_t stream) {
+  init_pool_kernel<<<64, kThreads, 0, stream>>>(pool, device_slots, device_slot_count, spill_slots, spill_slot_count,
+                                                page_shift);
   return cudaGetLastError();
 }
 
-cudaError_t push_pages(PagePool* pool, std::uint64_t first_page, std::uint32_t count, std::uint64_t flags, cudaStream_t stream) {
+cudaError_t push_pages(PagePool* pool, std::uint64_t first_page, std::uint32_t count, std::uint64_t flags,
+                       cudaStream_t stream) {
   push_pages_kernel<<<1, kThreads, 0, stream>>>(pool, first_page, count, flags);
   return cudaGetLastError();
 }

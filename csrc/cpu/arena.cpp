@@ -25,7 +25,8 @@ class CpuArena final : public Arena {
     MemoryStats stats = stats_;
     stats.capacity = options_.capacity.value_or(stats.in_use);
     stats.payload_bytes = stats.in_use;
-    stats.payload_ratio = stats.dense_bytes ? static_cast<double>(stats.in_use) / static_cast<double>(stats.dense_bytes) : 0;
+    stats.payload_ratio =
+        stats.dense_bytes ? static_cast<double>(stats.in_use) / static_cast<double>(stats.dense_bytes) : 0;
     return stats;
   }
   void reset_peak_memory_stats() override {
@@ -40,8 +41,8 @@ class CpuArena final : public Arena {
     std::lock_guard<std::mutex> lock(mutex_);
     if (options_.capacity && stats_.in_use + bytes > *options_.capacity) {
       ++stats_.failures;
-      throw OutOfArenaMemory(c10::str("the arena of cpu is full: a lease needs ", bytes, " bytes, ", stats_.in_use, " of its ",
-                                      *options_.capacity, " bytes are in use. Raise Arena(capacity=...)"));
+      throw OutOfArenaMemory(c10::str("the arena of cpu is full: a lease needs ", bytes, " bytes, ", stats_.in_use,
+                                      " of its ", *options_.capacity, " bytes are in use. Raise Arena(capacity=...)"));
     }
     stats_.in_use += bytes;
     stats_.dense_bytes += dense_bytes;

@@ -109,8 +109,12 @@ class CudaLease final : public Lease {
   CudaLease(std::shared_ptr<CudaArena> arena, const LeaseInfo& info, LeaseSlot* slot)
       : Lease(info), arena_(std::move(arena)), slot_(slot) {}
   ~CudaLease() override { arena_->end_lease(slot_); }
-  void restore(const at::Tensor& out, Activation activation) override { arena_->restore(*slot_, info(), out, activation); }
-  void gradient(const at::Tensor& grad, Activation activation) override { arena_->gradient(*slot_, info(), grad, activation); }
+  void restore(const at::Tensor& out, Activation activation) override {
+    arena_->restore(*slot_, info(), out, activation);
+  }
+  void gradient(const at::Tensor& grad, Activation activation) override {
+    arena_->gradient(*slot_, info(), grad, activation);
+  }
 
  private:
   std::shared_ptr<CudaArena> arena_;
@@ -140,7 +144,8 @@ void CudaArena::initialise(CUDAStream stream) {
     auto* base = static_cast<std::uint8_t*>(pool_memory_.get());
     auto* rings = reinterpret_cast<std::uint64_t*>(base + header);
     auto* pool = reinterpret_cast<kernels::PagePool*>(base);
-    check(kernels::init_pool(pool, rings, device_slots, rings + device_slots, spill_slots, kPageShift, on), "creating an arena");
+    check(kernels::init_pool(pool, rings, device_slots, rings + device_slots, spill_slots, kPageShift, on),
+          "creating an arena");
     pool_ = pool;
     if (fixed()) {
       const std::int64_t pages = *options_.capacity / kPageBytes;
@@ -153,9 +158,11 @@ void CudaArena::initialise(CUDAStream stream) {
 
 void CudaArena::grow(std::int64_t pages, CUDAStream stream) {
   set_up(stream, [&](CUDAStream on) {
-    // The pages' memory may still be in use by earlier work of this stream, so the kernel that offers them goes there too.
+    // The pages' memory may still be in use by earlier work of this stream, so the kernel that offers them goes there
+    // too.
     c10::DataPtr slab = c10::cuda::CUDACachingAllocator::get()->allocate(pages * kPageBytes);
-    check(kernels::push_pages(pool_, reinterpret_cast<std::uint64_t>(slab.get()), static_cast<std::uint32_t>(pages), 0, on),
+    check(kernels::push_pages(pool_, reinterpret_cast<std::uint64_t>(slab.get()), static_cast<std::uint32_t>(pages), 0,
+                              on),
           "growing an arena");
     slabs_.push_back(std::move(slab));
     capacity_pages_ += pages;
@@ -174,8 +181,8 @@ void CudaArena::add_spill_region(CUDAStream stream) {
     return;
   }
   spill_pages_ = pages;
-  check(kernels::push_pages(pool_, reinterpret_cast<std::uint64_t>(spill_), static_cast<std::uint32_t>(pages), kernels::kPageSpilled,
-                            stream),
+  check(kernels::push_pages(pool_, reinterpret_cast<std::uint64_t>(spill_), static_cast<std::uint32_t>(pages),
+                            kernels::kPageSpilled, stream),
         "adding a spill region");
 }
 
@@ -184,11 +191,14 @@ std::int64_t CudaArena::bound_pages(const LeaseInfo& info) const {
   const std::int64_t worst = pages_of_units(max_payload_units(dtype, info.numel));
   if (!options_.density_bound) return worst;
   const double bytes_per_element = *options_.density_bound * element_bytes(dtype) + 0.125 + 0.01;
-  return std::min(worst, pages_of_bytes(static_cast<std::int64_t>(std::ceil(static_cast<double>(info.numel) * bytes_per_element))) + 1);
+  return std::min(
+      worst,
+      pages_of_bytes(static_cast<std::int64_t>(std::ceil(static_cast<double>(info.numel) * bytes_per_element))) + 1);
 }
 
 bool CudaArena::wait_for_oldest_unfinished() {
-  const auto oldest = std::find_if(unsettled_.begin(), unsettled_.end(), [](LeaseSlot* s) { return !s->finished && !s->capture; });
+  const auto oldest =
+      std::find_if(unsettled_.begin(), unsettled_.end(), [](LeaseSlot* s) { return !s->finished && !s->capture; });
   if (oldest == unsettled_.end()) return false;
   ++waits_;
   const cudaStream_t home = (*oldest)->home->stream();
@@ -295,7 +305,8 @@ void CudaArena::read(LeaseSlot& slot, Launch launch) {
   launch(slot.store(pool_, kPageShift), stream);
   if (stream == *slot.home) return;
   std::lock_guard<std::mutex> lock(mutex_);
-  auto reader = std::find_if(slot.readers.begin(), slot.readers.end(), [&](const auto& r) { return r.first == stream; });
+  auto reader =
+      std::find_if(slot.readers.begin(), slot.readers.end(), [&](const auto& r) { return r.first == stream; });
   if (reader == slot.readers.end()) reader = slot.readers.emplace(slot.readers.end(), stream, at::cuda::CUDAEvent());
   reader->second.record(stream);
 }
@@ -303,8 +314,8 @@ void CudaArena::read(LeaseSlot& slot, Launch launch) {
 void CudaArena::restore(LeaseSlot& slot, const LeaseInfo& info, const at::Tensor& out, Activation activation) {
   read(slot, [&](const kernels::BlobStore& store, CUDAStream stream) {
     if (info.numel == 0) return;
-    check(kernels::restore(out.data_ptr(), info.numel, dtype_of(info.dtype, "out"), info.codec, Keep::positive, epilogue_of(activation),
-                           store, stream),
+    check(kernels::restore(out.data_ptr(), info.numel, dtype_of(info.dtype, "out"), info.codec, Keep::positive,
+                           epilogue_of(activation), store, stream),
           "restore");
   });
 }
@@ -312,7 +323,8 @@ void CudaArena::restore(LeaseSlot& slot, const LeaseInfo& info, const at::Tensor
 void CudaArena::gradient(LeaseSlot& slot, const LeaseInfo& info, const at::Tensor& grad, Activation activation) {
   read(slot, [&](const kernels::BlobStore& store, CUDAStream stream) {
     if (info.numel == 0) return;
-    check(kernels::gradient(grad.data_ptr(), info.numel, dtype_of(info.dtype, "grad"), info.codec, epilogue_of(activation), store, stream),
+    check(kernels::gradient(grad.data_ptr(), info.numel, dtype_of(info.dtype, "grad"), info.codec,
+                            epilogue_of(activation), store, stream),
           "gradient");
   });
 }
@@ -336,8 +348,9 @@ void CudaArena::end_lease(LeaseSlot* slot) noexcept {
       enqueue_release(*slot);
       slot->release_enqueued = true;
     }
-    // Else either a capture is recording this stream and must not record the release of a lease that isn't its own: the next poll
-    // outside of it does it. Or a graph owns the lease: each replay starts by releasing what the last one left.
+    // Else either a capture is recording this stream and must not record the release of a lease that isn't its own: the
+    // next poll outside of it does it. Or a graph owns the lease: each replay starts by releasing what the last one
+    // left.
   } catch (const std::exception&) {
     // The process is ending and the CUDA context with it, or the device has failed, which the next call will report.
   }
@@ -371,11 +384,13 @@ void CudaArena::poll() {
     if (record.lost_tiles && slot->finished) {
       record.lost_tiles = 0;
       ++failures_;
-      failure_ = c10::str("the arena of ", device(), " was full: a lease of ", slot->dense_bytes, " bytes dense needed ",
-                          slot->units * kUnitBytes, " bytes; the arena's capacity is ", capacity_pages_ * kPageBytes, " bytes and ",
-                          spill_pages_ * kPageBytes, " bytes of spill. Its gradients are NaN. ",
-                          fixed() ? "Raise Arena(capacity=...)" : options_.density_bound ? "Raise Arena(density_bound=...)"
-                                                                                          : "Raise Arena(spill_bytes=...) or set worst_case=True");
+      failure_ =
+          c10::str("the arena of ", device(), " was full: a lease of ", slot->dense_bytes, " bytes dense needed ",
+                   slot->units * kUnitBytes, " bytes; the arena's capacity is ", capacity_pages_ * kPageBytes,
+                   " bytes and ", spill_pages_ * kPageBytes, " bytes of spill. Its gradients are NaN. ",
+                   fixed()                  ? "Raise Arena(capacity=...)"
+                   : options_.density_bound ? "Raise Arena(density_bound=...)"
+                                            : "Raise Arena(spill_bytes=...) or set worst_case=True");
     }
     if (released && slot->ending) {
       sizing_.note_high_water(record.high_water);
@@ -448,7 +463,8 @@ MemoryStats CudaArena::memory_stats(bool synchronize) {
     stats.dense_bytes += slot->dense_bytes;
     stats.payload_bytes += slot->units * kUnitBytes;
   }
-  stats.payload_ratio = stats.dense_bytes ? static_cast<double>(stats.payload_bytes) / static_cast<double>(stats.dense_bytes) : 0;
+  stats.payload_ratio =
+      stats.dense_bytes ? static_cast<double>(stats.payload_bytes) / static_cast<double>(stats.dense_bytes) : 0;
   stats.waits = waits_;
   stats.growths = growths_;
   stats.failures = failures_;
@@ -464,8 +480,9 @@ void CudaArena::reset_peak_memory_stats() {
 }  // namespace
 
 std::shared_ptr<Arena> make_arena(c10::Device device, const ArenaOptions& options) {
-  TORCH_CHECK_VALUE(device.index() < c10::cuda::device_count(), "bitsparse: expected a CUDA device below cuda:",
-                    static_cast<int>(c10::cuda::device_count()), ", got ", device);
+  TORCH_CHECK_VALUE(device.index() < c10::cuda::device_count(),
+                    "bitsparse: expected a CUDA device below cuda:", static_cast<int>(c10::cuda::device_count()),
+                    ", got ", device);
   return std::make_shared<CudaArena>(device, options);
 }
 

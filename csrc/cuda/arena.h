@@ -1,4 +1,5 @@
-// A CUDA device's arena: pages in device memory that kernels take and return by themselves, sized from the host without waiting.
+// A CUDA device's arena: pages in device memory that kernels take and return by themselves, sized from the host without
+// waiting.
 #pragma once
 
 #include <c10/core/Device.h>

@@ -20,7 +20,8 @@ void CUDART_CB graph_destroyed(void* data) {
 void own_by_graph(cudaGraph_t graph, LeaseSlot* slot, std::shared_ptr<OrphanedSlots> orphans) {
   auto owned = std::make_unique<Owned>(Owned{slot, std::move(orphans)});
   cudaUserObject_t object = nullptr;
-  check(cudaUserObjectCreate(&object, owned.get(), graph_destroyed, 1, cudaUserObjectNoDestructorSync), "cudaUserObjectCreate");
+  check(cudaUserObjectCreate(&object, owned.get(), graph_destroyed, 1, cudaUserObjectNoDestructorSync),
+        "cudaUserObjectCreate");
   owned.release();
   check(cudaGraphRetainUserObject(graph, object, 1, cudaGraphUserObjectMove), "cudaGraphRetainUserObject");
 }

@@ -1,5 +1,6 @@
-// The device memory behind one lease: a handle, its control, the page table and the tile table, and a record that kernels write for
-// the host to read. Slots are kept and used again; between leases the control and the page table are zero (release sees to it).
+// The device memory behind one lease: a handle, its control, the page table and the tile table, and a record that
+// kernels write for the host to read. Slots are kept and used again; between leases the control and the page table are
+// zero (release sees to it).
 #pragma once
 
 #include <ATen/cuda/CUDAEvent.h>
@@ -30,10 +31,10 @@ struct LeaseSlot {
   // Of the lease that has the slot now.
   std::int64_t dense_bytes = 0;
   Sizing::LeaseId id = 0;
-  std::optional<c10::cuda::CUDAStream> home;                 // where it was compressed and where it will be released
+  std::optional<c10::cuda::CUDAStream> home;  // where it was compressed and where it will be released
   std::vector<std::pair<c10::cuda::CUDAStream, at::cuda::CUDAEvent>> readers;  // other streams, and their last read
-  bool finished = false;                                     // size known to the host
-  bool ending = false;                                       // its owner is gone
+  bool finished = false;                                                       // size known to the host
+  bool ending = false;                                                         // its owner is gone
   bool release_enqueued = false;
   std::int64_t units = 0;
   std::uint32_t prefill = 0;       // pages that compress takes at once

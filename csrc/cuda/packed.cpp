@@ -14,7 +14,8 @@
 namespace bitsparse::cuda {
 namespace {
 
-PackedHeader make_header(DType dtype, Codec codec, Keep keep, std::int64_t numel, std::int64_t payload_bytes, std::int64_t kept) {
+PackedHeader make_header(DType dtype, Codec codec, Keep keep, std::int64_t numel, std::int64_t payload_bytes,
+                         std::int64_t kept) {
   PackedHeader header{};
   std::copy(std::begin(kPackedMagic), std::end(kPackedMagic), header.magic);
   header.version = kFormatVersion;
@@ -48,10 +49,13 @@ at::Tensor pack(const at::Tensor& t, DType dtype, Codec codec, Keep keep) {
     store.tiles = reinterpret_cast<std::uint64_t*>(entries.data_ptr<std::int64_t>());
     store.control = reinterpret_cast<kernels::LeaseControl*>(control.data_ptr());
     store.payload = payload.data_ptr<std::uint8_t>();
-    check(kernels::compress(t.data_ptr(), nullptr, t.numel(), dtype, codec, keep, kernels::Epilogue::none, store, stream), "pack");
+    check(
+        kernels::compress(t.data_ptr(), nullptr, t.numel(), dtype, codec, keep, kernels::Epilogue::none, store, stream),
+        "pack");
     // Blobs came in any order: give each its place in tile order.
     const at::Tensor sizes = entries.bitwise_right_shift(kEntryOffsetBits).bitwise_and((1 << kEntrySizeBits) - 1);
-    const at::Tensor counts = entries.bitwise_right_shift(kEntryOffsetBits + kEntrySizeBits).bitwise_and((1 << kEntryCountBits) - 1);
+    const at::Tensor counts =
+        entries.bitwise_right_shift(kEntryOffsetBits + kEntrySizeBits).bitwise_and((1 << kEntryCountBits) - 1);
     const at::Tensor ends = sizes.cumsum(0);
     offsets = ends.sub(sizes);
     const at::Tensor totals = at::stack({ends[-1], counts.sum()}).cpu();
@@ -87,8 +91,8 @@ void unpack(const at::Tensor& packed, const PackedHeader& header, const at::Tens
   store.tiles = reinterpret_cast<std::uint64_t*>(base + sizeof(PackedHeader));
   store.payload = base + packed_payload_offset(static_cast<std::int64_t>(header.tiles));
   check(kernels::restore(out.data_ptr(), static_cast<std::int64_t>(header.numel), static_cast<DType>(header.dtype),
-                         static_cast<Codec>(header.codec), static_cast<Keep>(header.keep), kernels::Epilogue::none, store,
-                         c10::cuda::getCurrentCUDAStream()),
+                         static_cast<Codec>(header.codec), static_cast<Keep>(header.keep), kernels::Epilogue::none,
+                         store, c10::cuda::getCurrentCUDAStream()),
         "unpack");
 }
 

@@ -25,7 +25,8 @@ SlotPool::~SlotPool() {
 volatile kernels::LeaseRecord* SlotPool::new_record() {
   if (records_used_ == record_chunks_.size() * kRecordsPerChunk) {
     void* chunk = nullptr;
-    check(cudaHostAlloc(&chunk, kRecordsPerChunk * sizeof(kernels::LeaseRecord), cudaHostAllocMapped | cudaHostAllocPortable),
+    check(cudaHostAlloc(&chunk, kRecordsPerChunk * sizeof(kernels::LeaseRecord),
+                        cudaHostAllocMapped | cudaHostAllocPortable),
           "allocating host-mapped records");
     record_chunks_.push_back(chunk);
   }

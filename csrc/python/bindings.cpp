@@ -1,5 +1,5 @@
-// bitsparse._C: what Python needs beyond the operators that loading the library registers. No tensor crosses this module, so it needs
-// no torch headers of Python's and compiles in seconds.
+// bitsparse._C: what Python needs beyond the operators that loading the library registers. No tensor crosses this
+// module, so it needs no torch headers of Python's and compiles in seconds.
 #include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -18,8 +18,9 @@ namespace {
 py::dict to_dict(const bitsparse::MemoryStats& stats) {
   return py::dict("capacity"_a = stats.capacity, "in_use"_a = stats.in_use, "high_water"_a = stats.high_water,
                   "spilled"_a = stats.spilled, "live_leases"_a = stats.live_leases, "dense_bytes"_a = stats.dense_bytes,
-                  "payload_bytes"_a = stats.payload_bytes, "payload_ratio"_a = stats.payload_ratio, "waits"_a = stats.waits,
-                  "growths"_a = stats.growths, "failures"_a = stats.failures, "leases_total"_a = stats.leases_total);
+                  "payload_bytes"_a = stats.payload_bytes, "payload_ratio"_a = stats.payload_ratio,
+                  "waits"_a = stats.waits, "growths"_a = stats.growths, "failures"_a = stats.failures,
+                  "leases_total"_a = stats.leases_total);
 }
 
 // Waiting for the device must not hold up other Python threads.
@@ -57,8 +58,8 @@ PYBIND11_MODULE(_C, m) {
   });
 
   py::class_<bitsparse::Arena, std::shared_ptr<bitsparse::Arena>>(m, "Arena")
-      .def(py::init([](const std::string& device, std::optional<std::int64_t> capacity, std::optional<double> density_bound,
-                       bool worst_case, std::int64_t spill_bytes) {
+      .def(py::init([](const std::string& device, std::optional<std::int64_t> capacity,
+                       std::optional<double> density_bound, bool worst_case, std::int64_t spill_bytes) {
              bitsparse::ArenaOptions options;
              options.capacity = capacity;
              options.density_bound = density_bound;
@@ -80,6 +81,10 @@ PYBIND11_MODULE(_C, m) {
 
   m.def("set_hooks_keep_tensors", &bitsparse::set_hooks_keep_tensors, "keep"_a);
 
-  m.def("default_arena", [](const std::string& device) { return bitsparse::default_arena(c10::Device(device)); }, "device"_a);
-  m.def("has_default_arena", [](const std::string& device) { return bitsparse::has_default_arena(c10::Device(device)); }, "device"_a);
+  m.def(
+      "default_arena", [](const std::string& device) { return bitsparse::default_arena(c10::Device(device)); },
+      "device"_a);
+  m.def(
+      "has_default_arena", [](const std::string& device) { return bitsparse::has_default_arena(c10::Device(device)); },
+      "device"_a);
 }

@@ -1,11 +1,12 @@
 // Where a tile's blob goes and where it is found again.
 //
-// A lease has an address space of its own, counted in units: a tile reserves the next units with one atomic, and a page table maps the
-// space to pages of the arena. A blob may lie across two pages.
+// A lease has an address space of its own, counted in units: a tile reserves the next units with one atomic, and a page
+// table maps the space to pages of the arena. A blob may lie across two pages.
 //
-// Pages come in two ways. The first thread block takes as many as the last tensor of this kind needed, in parallel, and the block that
-// reserves last returns what is too much. Beyond those, the tile that holds a page's first unit takes the page and publishes it, and tiles
-// further into the page wait for the entry. Whoever publishes is a running thread block, so waits end.
+// Pages come in two ways. The first thread block takes as many as the last tensor of this kind needed, in parallel, and
+// the block that reserves last returns what is too much. Beyond those, the tile that holds a page's first unit takes
+// the page and publishes it, and tiles further into the page wait for the entry. Whoever publishes is a running thread
+// block, so waits end.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +30,8 @@ __device__ __forceinline__ std::uint8_t* page_address(std::uint64_t page) {
   return reinterpret_cast<std::uint8_t*>(page & ~kPageFlagMask);
 }
 
-// Takes a page for the lease and publishes it in the page table. Rare: kept out of line, its registers out of the kernel's budget.
+// Takes a page for the lease and publishes it in the page table. Rare: kept out of line, its registers out of the
+// kernel's budget.
 inline __device__ __noinline__ std::uint64_t take_page(PagePool* pool, LeaseControl* control, LeaseRecord* record,
                                                        std::uint64_t* page_table_entry) {
   std::uint64_t page = pop_page(pool->device_pages);
@@ -109,7 +111,8 @@ inline __device__ __noinline__ void return_unused_pages(PagePool* pool, std::uin
 }
 
 // One atomic a tile. `last`: all tiles have their places now.
-__device__ __forceinline__ std::uint64_t reserve_units(const BlobStore& store, std::uint32_t units, std::uint32_t tiles, bool& last) {
+__device__ __forceinline__ std::uint64_t reserve_units(const BlobStore& store, std::uint32_t units, std::uint32_t tiles,
+                                                       bool& last) {
   const unsigned long long before = atomicAdd(&store.control->cursor, units | 1ull << kCursorTileShift);
   last = (before >> kCursorTileShift) + 1 == tiles;
   return before & ((1ull << kCursorTileShift) - 1);
@@ -132,10 +135,10 @@ inline __device__ __noinline__ void finish_lease(const BlobStore& store, std::ui
   }
 }
 
-// By one thread of the tile: finds the blob's pages and writes the tile's entry. Out of line, as few values of the kernel are alive here
-// and its own would count against the kernel's registers.
-inline __device__ __noinline__ void place_blob(const BlobStore& store, std::uint64_t offset, std::uint32_t units, std::uint32_t kept,
-                                               Placement* where) {
+// By one thread of the tile: finds the blob's pages and writes the tile's entry. Out of line, as few values of the
+// kernel are alive here and its own would count against the kernel's registers.
+inline __device__ __noinline__ void place_blob(const BlobStore& store, std::uint64_t offset, std::uint32_t units,
+                                               std::uint32_t kept, Placement* where) {
   const std::uint64_t entry = make_entry(offset, units, kept);
   if (!store.pages) {
     *where = {store.payload + offset * kUnitBytes, nullptr, units, false};

@@ -25,10 +25,12 @@ struct SlotType<4> {
 template <int Bytes>
 using Slot = typename SlotType<Bytes>::type;
 
-// Is tile `tile` inside a tensor of `numel` elements, and `base` aligned for 16-byte accesses? Tiles that are not take a path of their own.
+// Is tile `tile` inside a tensor of `numel` elements, and `base` aligned for 16-byte accesses? Tiles that are not take
+// a path of their own.
 template <int Bytes>
 __device__ __forceinline__ bool tile_is_whole(const void* base, std::int64_t tile, std::int64_t numel) {
-  return (reinterpret_cast<std::uintptr_t>(base) & (kChunkBytes - 1)) == 0 && (tile + 1) * BlockLayout<Bytes>::kTileElements <= numel;
+  return (reinterpret_cast<std::uintptr_t>(base) & (kChunkBytes - 1)) == 0 &&
+         (tile + 1) * BlockLayout<Bytes>::kTileElements <= numel;
 }
 
 // The lane's 32 elements as words, elements past the end as zero.

@@ -1,7 +1,7 @@
 // Codes: packing a run of slots (whole elements, side by side in shared memory) to `width` bits each, and back.
 //
-// One step of a warp takes 8 bytes of slots a lane: 8 / 4 / 2 codes, so 32 to 64 bits, and 32 lanes fill a whole number of words.
-// As a lane never has fewer than 32 bits, a word holds bits of at most two lanes: one shuffle completes it.
+// One step of a warp takes 8 bytes of slots a lane: 8 / 4 / 2 codes, so 32 to 64 bits, and 32 lanes fill a whole number
+// of words. As a lane never has fewer than 32 bits, a word holds bits of at most two lanes: one shuffle completes it.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,8 @@ template <int Bytes>
 struct Codes {
   static constexpr int kPerLane = 8 / Bytes;
   static constexpr int kPerStep = kPerLane * kLanes;
-  static constexpr int kScratchWords = BlockLayout<Bytes>::kBlockWords + 8;  // slots of a block, and what a step reads past them
+  static constexpr int kScratchWords =
+      BlockLayout<Bytes>::kBlockWords + 8;  // slots of a block, and what a step reads past them
 
   // The pattern in every slot of a word.
   static __device__ __forceinline__ std::uint32_t repeat(std::uint32_t pattern) {
@@ -46,7 +47,8 @@ struct Codes {
 
   // slots[0..count) -> codes of `width` bits at `out`. Slots up to the next multiple of kPerLane hold the reference.
   static __device__ __forceinline__ void pack(const std::uint32_t* slots, std::uint32_t count, std::uint32_t width,
-                                              std::uint32_t reference, std::uint32_t* out, std::uint32_t out_words, int lane) {
+                                              std::uint32_t reference, std::uint32_t* out, std::uint32_t out_words,
+                                              int lane) {
     const std::uint32_t lane_bits = kPerLane * width, shift = (lane_bits * lane) & 31;
     const std::uint32_t word_bits = lane_bits / 2;
     const bool reaches_third = shift + lane_bits >= 64;
@@ -54,7 +56,8 @@ struct Codes {
     std::uint32_t at = (lane_bits * lane) >> 5;
     for (std::uint32_t i = 0; i < count; i += kPerStep) {
       uint2 s = make_uint2(base, base);
-      if (i + kPerLane * lane < count) s = *reinterpret_cast<const uint2*>(reinterpret_cast<const Slot<Bytes>*>(slots) + i + kPerLane * lane);
+      if (i + kPerLane * lane < count)
+        s = *reinterpret_cast<const uint2*>(reinterpret_cast<const Slot<Bytes>*>(slots) + i + kPerLane * lane);
       // No borrow crosses slots, as no kept pattern is below the reference.
       const std::uint32_t x0 = close_gaps(s.x - base, width), x1 = close_gaps(s.y - base, width);
       const std::uint32_t low = x0 | shift_left(x1, word_bits), high = shift_right(x1, 32 - word_bits);

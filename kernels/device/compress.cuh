@@ -1,7 +1,7 @@
 // The compress kernel: one pass over the input, one warp a block, one thread block a tile.
 //
-// A warp loads its block, writes the activation, and knows the block's size after a scan of kept counts. Blobs are assembled in shared
-// memory and leave it by one bulk copy. Two barriers: all sizes known; blob complete.
+// A warp loads its block, writes the activation, and knows the block's size after a scan of kept counts. Blobs are
+// assembled in shared memory and leave it by one bulk copy. Two barriers: all sizes known; blob complete.
 #pragma once
 
 #include <cstdint>
@@ -68,7 +68,8 @@ __device__ __forceinline__ void scatter_word(std::uint32_t& p, std::uint32_t x) 
     for (int k = 0; k < 4 / kBytes; ++k) {
       const std::uint32_t slot = (x >> (k * 8 * kBytes)) & ((1u << (8 * kBytes)) - 1);
       if (slot) {
-        if constexpr (kBytes == 2) asm volatile("st.shared.u16 [%0], %1;" ::"r"(p), "h"(static_cast<std::uint16_t>(slot)) : "memory");
+        if constexpr (kBytes == 2)
+          asm volatile("st.shared.u16 [%0], %1;" ::"r"(p), "h"(static_cast<std::uint16_t>(slot)) : "memory");
         if constexpr (kBytes == 1) asm volatile("st.shared.u8 [%0], %1;" ::"r"(p), "r"(slot) : "memory");
         p += kBytes;
       }
@@ -78,8 +79,8 @@ __device__ __forceinline__ void scatter_word(std::uint32_t& p, std::uint32_t x) 
 
 // Smallest and largest pattern of a run of slots.
 template <int Bytes>
-__device__ __forceinline__ void slot_range(const std::uint32_t* slots, std::uint32_t count, int lane, std::uint32_t& smallest,
-                                           std::uint32_t& largest) {
+__device__ __forceinline__ void slot_range(const std::uint32_t* slots, std::uint32_t count, int lane,
+                                           std::uint32_t& smallest, std::uint32_t& largest) {
   constexpr int kPerLane = Codes<Bytes>::kPerLane;
   std::uint32_t lo = ~0u, hi = 0;
   for (std::uint32_t i = lane; kPerLane * i < count; i += kLanes) {
@@ -109,7 +110,8 @@ __device__ __forceinline__ void slot_range(const std::uint32_t* slots, std::uint
 template <int Bytes>
 __device__ __forceinline__ void pad_slots(std::uint32_t* slots, std::uint32_t count, std::uint32_t pattern, int lane) {
   constexpr std::uint32_t kPerLane = Codes<Bytes>::kPerLane;
-  if (lane < (-count & (kPerLane - 1))) reinterpret_cast<Slot<Bytes>*>(slots)[count + lane] = static_cast<Slot<Bytes>>(pattern);
+  if (lane < (-count & (kPerLane - 1)))
+    reinterpret_cast<Slot<Bytes>*>(slots)[count + lane] = static_cast<Slot<Bytes>>(pattern);
   __syncwarp();
 }
 
@@ -158,7 +160,8 @@ __device__ __forceinline__ void compress_tile(const void* in, void* out, std::in
       if constexpr (Config::kEpilogue != Epilogue::none) activation[j] = activate<D, Config::kEpilogue>(x[j]);
       if constexpr (Config::kRotates) x[j] = rotate_sign<kBytes>(x[j]);
     }
-    if constexpr (Config::kEpilogue != Epilogue::none) store_chunk<kBytes, Whole, false>(out, first, numel, lane, i, activation);
+    if constexpr (Config::kEpilogue != Epilogue::none)
+      store_chunk<kBytes, Whole, false>(out, first, numel, lane, i, activation);
   }
 
   const std::uint32_t lane_kept = __popc(mask);
@@ -209,8 +212,7 @@ __device__ __forceinline__ void compress_tile(const void* in, void* out, std::in
     if constexpr (C != Codec::raw) {
       __syncwarp();
 #pragma unroll
-      for (int i = 0; i < L::kChunksPerLane; ++i)
-        reinterpret_cast<uint4*>(slots)[lane * L::kChunksPerLane + i] = v[i];
+      for (int i = 0; i < L::kChunksPerLane; ++i) reinterpret_cast<uint4*>(slots)[lane * L::kChunksPerLane + i] = v[i];
       __syncwarp();
     }
   }
@@ -275,14 +277,16 @@ __device__ __forceinline__ void compress_tile(const void* in, void* out, std::in
   if (threadIdx.x == 0 && !where.lost) {
     bulk_store(where.first, shared_address(stage), where.first_units * kUnitBytes);
     if (where.first_units < units)
-      bulk_store(where.second, shared_address(stage) + where.first_units * kUnitBytes, (units - where.first_units) * kUnitBytes);
+      bulk_store(where.second, shared_address(stage) + where.first_units * kUnitBytes,
+                 (units - where.first_units) * kUnitBytes);
     bulk_store_wait();
   }
 #else
   __syncthreads();  // blob complete
   if (!where.lost)
     for (std::uint32_t i = threadIdx.x; i < units; i += Config::kThreads) {
-      std::uint8_t* to = i < where.first_units ? where.first + i * kUnitBytes : where.second + (i - where.first_units) * kUnitBytes;
+      std::uint8_t* to =
+          i < where.first_units ? where.first + i * kUnitBytes : where.second + (i - where.first_units) * kUnitBytes;
       *reinterpret_cast<uint4*>(to) = reinterpret_cast<const uint4*>(stage)[i];
     }
 #endif

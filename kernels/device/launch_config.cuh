@@ -8,7 +8,8 @@
 namespace bitsparse::kernels {
 
 template <class Kernel, class... Args>
-cudaError_t launch(Kernel kernel, std::int64_t blocks, int threads, int shared_bytes, cudaStream_t stream, Args... args) {
+cudaError_t launch(Kernel kernel, std::int64_t blocks, int threads, int shared_bytes, cudaStream_t stream,
+                   Args... args) {
   // Per device, cheap, and legal during graph capture.
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
   if (error != cudaSuccess) return error;

@@ -57,7 +57,8 @@ __device__ __forceinline__ std::uint32_t read_two_level(const std::uint32_t* in,
 #pragma unroll
   for (int b = 0; b < kPresenceWords; ++b) {
     const std::uint32_t present = in[b];
-    if ((present >> lane) & 1) mask |= static_cast<std::uint32_t>(bytes[read + __popc(present & lanes_below)]) << (8 * b);
+    if ((present >> lane) & 1)
+      mask |= static_cast<std::uint32_t>(bytes[read + __popc(present & lanes_below)]) << (8 * b);
     read += __popc(present);
   }
   words = two_level_words(read);

@@ -20,8 +20,8 @@ __device__ __forceinline__ std::uint32_t take_permits(PageRing& ring, std::uint3
   }
 }
 
-// The page of a ticket: it is there, or about to be put there by a thread that is running, so the wait ends. No fence: the kernels that
-// used the page last had ended before the one that returned it began.
+// The page of a ticket: it is there, or about to be put there by a thread that is running, so the wait ends. No fence:
+// the kernels that used the page last had ended before the one that returned it began.
 __device__ __forceinline__ std::uint64_t get_page(PageRing& ring, std::uint32_t ticket) {
   auto* slot = reinterpret_cast<unsigned long long*>(&ring.slots[ticket & ring.slot_mask]);
   unsigned long long page;

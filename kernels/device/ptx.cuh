@@ -25,7 +25,8 @@ __device__ __forceinline__ uint4 load_streaming(const uint4* p) {
   return v;
 }
 
-// A value that another thread block may be writing now. No acquire: what is read here is only used as an address to write to.
+// A value that another thread block may be writing now. No acquire: what is read here is only used as an address to
+// write to.
 __device__ __forceinline__ std::uint64_t load_relaxed(const std::uint64_t* p) {
   std::uint64_t v;
   asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
@@ -53,10 +54,9 @@ __device__ __forceinline__ std::uint32_t shift_right(std::uint32_t x, std::uint3
 __device__ __forceinline__ std::uint32_t warp_inclusive_sum(std::uint32_t x) {
 #pragma unroll
   for (int d = 1; d < 32; d <<= 1)
-    asm volatile(
-        "{.reg .pred p; .reg .u32 t; shfl.sync.up.b32 t|p, %0, %1, 0, 0xffffffff; @p add.u32 %0, %0, t;}"
-        : "+r"(x)
-        : "r"(d));
+    asm volatile("{.reg .pred p; .reg .u32 t; shfl.sync.up.b32 t|p, %0, %1, 0, 0xffffffff; @p add.u32 %0, %0, t;}"
+                 : "+r"(x)
+                 : "r"(d));
   return x;
 }
 
@@ -84,7 +84,8 @@ __device__ __forceinline__ void barrier_expect(std::uint64_t* barrier, std::uint
                : "memory");
 }
 
-__device__ __forceinline__ void bulk_load(std::uint32_t shared, const void* global, std::uint32_t bytes, std::uint64_t* barrier) {
+__device__ __forceinline__ void bulk_load(std::uint32_t shared, const void* global, std::uint32_t bytes,
+                                          std::uint64_t* barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
                "l"(global), "r"(bytes), "r"(shared_address(barrier))
                : "memory");

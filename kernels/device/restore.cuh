@@ -80,8 +80,8 @@ __device__ __forceinline__ void restore_tile(void* data, std::int64_t numel, con
       barrier_expect(&arrived, units * kUnitBytes);
       bulk_load(shared_address(stage), from.first, from.first_units * kUnitBytes, &arrived);
       if (from.first_units < units)
-        bulk_load(shared_address(stage) + from.first_units * kUnitBytes, from.second, (units - from.first_units) * kUnitBytes,
-                  &arrived);
+        bulk_load(shared_address(stage) + from.first_units * kUnitBytes, from.second,
+                  (units - from.first_units) * kUnitBytes, &arrived);
     }
   }
 #endif
@@ -98,7 +98,8 @@ __device__ __forceinline__ void restore_tile(void* data, std::int64_t numel, con
     if (threadIdx.x == 0) lost = from.lost;
     if (!from.lost)
       for (std::uint32_t i = threadIdx.x; i < entry_size(entry); i += Config::kThreads) {
-        const std::uint8_t* p = i < from.first_units ? from.first + i * kUnitBytes : from.second + (i - from.first_units) * kUnitBytes;
+        const std::uint8_t* p =
+            i < from.first_units ? from.first + i * kUnitBytes : from.second + (i - from.first_units) * kUnitBytes;
         reinterpret_cast<uint4*>(stage)[i] = *reinterpret_cast<const uint4*>(p);
       }
     __syncthreads();
@@ -145,7 +146,8 @@ __device__ __forceinline__ void restore_tile(void* data, std::int64_t numel, con
       std::uint32_t x = next_word<kBytes>(p, mask, 4 * i + j);
       if constexpr (Config::kRotates) x = unrotate_sign<kBytes>(x);
       if constexpr (Config::kOutput == Output::activation) x = activate<D, Config::kEpilogue>(x);
-      if constexpr (kGradient) x = activation_gradient<D, Config::kEpilogue>(x, reinterpret_cast<const std::uint32_t*>(&grad[i])[j]);
+      if constexpr (kGradient)
+        x = activation_gradient<D, Config::kEpilogue>(x, reinterpret_cast<const std::uint32_t*>(&grad[i])[j]);
       words[j] = x;
     }
     store_chunk<kBytes, Whole, !kGradient>(data, first, numel, lane, i, words);

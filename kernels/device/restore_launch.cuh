@@ -6,13 +6,14 @@
 
 namespace bitsparse::kernels {
 
-// Decoders need no codec: `signless` codes are read by the `tight` kernel. `raw` has one of its own, as its codes are whole elements.
+// Decoders need no codec: `signless` codes are read by the `tight` kernel. `raw` has one of its own, as its codes are
+// whole elements.
 constexpr Codec decoder_of(Codec codec) { return codec == Codec::raw ? Codec::raw : Codec::tight; }
 
 template <class Config>
 cudaError_t restore_as(void* data, std::int64_t numel, const BlobStore& store, cudaStream_t stream) {
-  return launch(restore_kernel<Config>, tile_count(Config::kDType, numel), Config::kThreads, Config::kSharedBytes, stream, data, numel,
-                store);
+  return launch(restore_kernel<Config>, tile_count(Config::kDType, numel), Config::kThreads, Config::kSharedBytes,
+                stream, data, numel, store);
 }
 
 template <DType D, Codec C>
@@ -20,25 +21,31 @@ cudaError_t restore_codec(void* out, std::int64_t numel, bool rotated, Epilogue 
                           cudaStream_t stream) {
   if constexpr (element_bytes(D) > 1) {
     if (epilogue == Epilogue::relu_squared)
-      return restore_as<RestoreConfig<D, C, Keep::positive, Epilogue::relu_squared, Output::activation>>(out, numel, store, stream);
+      return restore_as<RestoreConfig<D, C, Keep::positive, Epilogue::relu_squared, Output::activation>>(out, numel,
+                                                                                                         store, stream);
   }
-  if (rotated) return restore_as<RestoreConfig<D, C, Keep::nonzero, Epilogue::none, Output::value>>(out, numel, store, stream);
+  if (rotated)
+    return restore_as<RestoreConfig<D, C, Keep::nonzero, Epilogue::none, Output::value>>(out, numel, store, stream);
   return restore_as<RestoreConfig<D, C, Keep::positive, Epilogue::none, Output::value>>(out, numel, store, stream);
 }
 
 template <DType D>
-cudaError_t restore_dtype(void* out, std::int64_t numel, Codec codec, Keep keep, Epilogue epilogue, const BlobStore& store,
-                          cudaStream_t stream) {
+cudaError_t restore_dtype(void* out, std::int64_t numel, Codec codec, Keep keep, Epilogue epilogue,
+                          const BlobStore& store, cudaStream_t stream) {
   const bool rotated = rotates_sign(codec, keep);
-  if (decoder_of(codec) == Codec::raw) return restore_codec<D, Codec::raw>(out, numel, rotated, epilogue, store, stream);
+  if (decoder_of(codec) == Codec::raw)
+    return restore_codec<D, Codec::raw>(out, numel, rotated, epilogue, store, stream);
   return restore_codec<D, Codec::tight>(out, numel, rotated, epilogue, store, stream);
 }
 
 template <DType D, Codec C>
-cudaError_t gradient_codec(void* grad, std::int64_t numel, Epilogue activation, const BlobStore& store, cudaStream_t stream) {
+cudaError_t gradient_codec(void* grad, std::int64_t numel, Epilogue activation, const BlobStore& store,
+                           cudaStream_t stream) {
   if (activation == Epilogue::relu)
-    return restore_as<RestoreConfig<D, C, Keep::positive, Epilogue::relu, Output::gradient>>(grad, numel, store, stream);
-  return restore_as<RestoreConfig<D, C, Keep::positive, Epilogue::relu_squared, Output::gradient>>(grad, numel, store, stream);
+    return restore_as<RestoreConfig<D, C, Keep::positive, Epilogue::relu, Output::gradient>>(grad, numel, store,
+                                                                                             stream);
+  return restore_as<RestoreConfig<D, C, Keep::positive, Epilogue::relu_squared, Output::gradient>>(grad, numel, store,
+                                                                                                   stream);
 }
 
 template <DType D>

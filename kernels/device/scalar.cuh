@@ -11,7 +11,8 @@
 
 namespace bitsparse::kernels {
 
-// positive_mask(x): all bits of every element that is > 0 or NaN. The other members exist for dtypes that have activations.
+// positive_mask(x): all bits of every element that is > 0 or NaN. The other members exist for dtypes that have
+// activations.
 template <DType D>
 struct Scalar;
 
@@ -27,8 +28,8 @@ __device__ __forceinline__ std::uint32_t as_word(Pair p) {
   return *reinterpret_cast<std::uint32_t*>(&p);
 }
 
-// Two half-precision values. The `_rn` forms are never contracted into a fused multiply-add; one rounding of the exact product is
-// what PyTorch's float multiply and round gives.
+// Two half-precision values. The `_rn` forms are never contracted into a fused multiply-add; one rounding of the exact
+// product is what PyTorch's float multiply and round gives.
 template <class Pair>
 struct HalfPair {
   static constexpr int kBytes = 2;

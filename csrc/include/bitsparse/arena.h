@@ -14,12 +14,12 @@ namespace bitsparse {
 
 enum class Activation : std::uint8_t { relu = 0, relu_squared = 1 };
 
-// How a CUDA arena is sized. By default it follows what it sees: room for the worst case while shapes are new, then the measured
-// high-water mark with headroom. At most one of the first three may be set.
+// How a CUDA arena is sized. By default it follows what it sees: room for the worst case while shapes are new, then the
+// measured high-water mark with headroom. At most one of the first three may be set.
 struct ArenaOptions {
-  std::optional<std::int64_t> capacity;  // bytes, fixed; never grows
-  std::optional<double> density_bound;   // no tensor is expected to be denser than this share (0, 1]
-  bool worst_case = false;               // room for every live lease whatever its data; never waits
+  std::optional<std::int64_t> capacity;                // bytes, fixed; never grows
+  std::optional<double> density_bound;                 // no tensor is expected to be denser than this share (0, 1]
+  bool worst_case = false;                             // room for every live lease whatever its data; never waits
   std::int64_t spill_bytes = std::int64_t{256} << 20;  // most pinned host memory to use when the arena is full (CUDA)
 };
 
@@ -47,15 +47,16 @@ class Arena : public std::enable_shared_from_this<Arena> {
 
   c10::Device device() const { return device_; }
 
-  // Does not wait for the device unless `synchronize`, which makes the figures exact and raises OutOfArenaMemory if a lease was lost.
+  // Does not wait for the device unless `synchronize`, which makes the figures exact and raises OutOfArenaMemory if a
+  // lease was lost.
   virtual MemoryStats memory_stats(bool synchronize = false) = 0;
   virtual void reset_peak_memory_stats() = 0;
 
   // Gives memory beyond the high-water mark back to PyTorch; waits for the device. Does nothing while leases are live.
   virtual void trim() = 0;
 
-  // Compresses `h` (contiguous) and writes its activation to `out`, which has the same shape and may be `h`. Returns the lease: a small
-  // uint8 tensor whose storage owns it. Work goes to the current stream.
+  // Compresses `h` (contiguous) and writes its activation to `out`, which has the same shape and may be `h`. Returns
+  // the lease: a small uint8 tensor whose storage owns it. Work goes to the current stream.
   virtual at::Tensor compress(const at::Tensor& h, const at::Tensor& out, Codec codec, Activation activation) = 0;
 
  protected:

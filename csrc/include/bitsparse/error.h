@@ -1,4 +1,5 @@
-// Errors that callers may want to catch by type. All others are c10::Error (RuntimeError, TypeError, ValueError in Python).
+// Errors that callers may want to catch by type. All others are c10::Error (RuntimeError, TypeError, ValueError in
+// Python).
 #pragma once
 
 #include <c10/util/Exception.h>

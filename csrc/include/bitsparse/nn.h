@@ -17,8 +17,9 @@ struct ReLUSquaredFFNOptions {
   TORCH_ARG(std::string, codec) = "tight";
 };
 
-// y = relu(fc(x))² through proj: what nn::Linear, relu, square, nn::Linear compute, with the activation kept compressed for backward.
-// Parameters are fc.weight (d_ff, d_model), fc.bias, proj.weight (d_model, d_ff), proj.bias, initialised as the two Linear modules.
+// y = relu(fc(x))² through proj: what nn::Linear, relu, square, nn::Linear compute, with the activation kept compressed
+// for backward. Parameters are fc.weight (d_ff, d_model), fc.bias, proj.weight (d_model, d_ff), proj.bias, initialised
+// as the two Linear modules.
 class ReLUSquaredFFNImpl : public torch::nn::Cloneable<ReLUSquaredFFNImpl> {
  public:
   explicit ReLUSquaredFFNImpl(std::int64_t d_model) : ReLUSquaredFFNImpl(ReLUSquaredFFNOptions(d_model)) {}

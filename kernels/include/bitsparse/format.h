@@ -1,9 +1,10 @@
 // The bitsparse format: every constant and index rule that encoders and decoders share.
 //
-// One header for the CPU backend (C++17) and the CUDA kernels; docs/format.md explains it in prose with a worked example.
-// A tensor is a flat run of elements cut into blocks of 1024 (geometry `linear`). A block is encoded on its own: a mask
-// that says which elements are kept, then the kept values as codes of one width. Consecutive blocks form a tile, and a
-// tile's blob (block headers, then block bodies) is contiguous and 16-byte aligned. A tile table says where blobs are.
+// One header for the CPU backend (C++17) and the CUDA kernels; docs/format.md explains it in prose with a worked
+// example. A tensor is a flat run of elements cut into blocks of 1024 (geometry `linear`). A block is encoded on its
+// own: a mask that says which elements are kept, then the kept values as codes of one width. Consecutive blocks form a
+// tile, and a tile's blob (block headers, then block bodies) is contiguous and 16-byte aligned. A tile table says where
+// blobs are.
 #pragma once
 
 #include <cstdint>
@@ -90,8 +91,8 @@ struct BlockLayout {
   // low half of the word: one logic instruction per pair on a GPU.
   static constexpr BITSPARSE_HD int mask_bit(int e) { return Bytes == 2 ? (e >> 1) | ((e & 1) << 4) : e; }
 
-  static constexpr BITSPARSE_HD std::uint32_t make_header(std::uint32_t offset_words, std::uint32_t width, MaskKind kind,
-                                                          std::uint32_t stored_reference) {
+  static constexpr BITSPARSE_HD std::uint32_t make_header(std::uint32_t offset_words, std::uint32_t width,
+                                                          MaskKind kind, std::uint32_t stored_reference) {
     return offset_words | (width - 1) << kWidthShift | static_cast<std::uint32_t>(kind) << kKindShift |
            stored_reference << kReferenceShift;
   }
@@ -108,18 +109,21 @@ struct BlockLayout {
   }
 };
 
-// With Keep::nonzero, `tight` orders patterns by magnitude first: the sign moves to bit 0 before the reference is taken.
+// With Keep::nonzero, `tight` orders patterns by magnitude first: the sign moves to bit 0 before the reference is
+// taken.
 constexpr BITSPARSE_HD bool rotates_sign(Codec codec, Keep keep) {
   return codec == Codec::tight && keep == Keep::nonzero;
 }
 
 // Tile table entry, 64 bits: where the blob is and how many elements it keeps.
-constexpr int kEntryOffsetBits = 36;  // in units, from the start of the payload (a lease: of its page-table address space)
-constexpr int kEntrySizeBits = 12;    // in units
-constexpr int kEntryCountBits = 14;   // kept elements
+constexpr int kEntryOffsetBits =
+    36;  // in units, from the start of the payload (a lease: of its page-table address space)
+constexpr int kEntrySizeBits = 12;                            // in units
+constexpr int kEntryCountBits = 14;                           // kept elements
 constexpr std::uint64_t kEntryLost = std::uint64_t{1} << 63;  // the arena had no room: restores as NaN
 
-constexpr BITSPARSE_HD std::uint64_t make_entry(std::uint64_t offset_units, std::uint32_t size_units, std::uint32_t count) {
+constexpr BITSPARSE_HD std::uint64_t make_entry(std::uint64_t offset_units, std::uint32_t size_units,
+                                                std::uint32_t count) {
   return offset_units | static_cast<std::uint64_t>(size_units) << kEntryOffsetBits |
          static_cast<std::uint64_t>(count) << (kEntryOffsetBits + kEntrySizeBits);
 }
