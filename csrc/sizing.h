@@ -56,6 +56,7 @@ class Sizing {
   std::int64_t live() const { return live_; }
   std::int64_t high_water() const { return high_water_; }
   std::int64_t known_pages() const { return known_pages_; }
+  LeaseId last_id() const { return next_ - 1; }
   bool idle() const { return leases_.empty(); }
 
  private:

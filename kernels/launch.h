@@ -99,6 +99,9 @@ cudaError_t init_pool(PagePool* pool, std::uint64_t* device_slots, std::uint32_t
                       std::uint64_t* spill_slots, std::uint32_t spill_slot_count, std::uint32_t page_shift,
                       cudaStream_t stream);
 
+// The pool's high-water mark becomes what is in use now.
+cudaError_t reset_high_water(PagePool* pool, cudaStream_t stream);
+
 // Adds `count` consecutive pages; `flags` are or-ed into their addresses (kPageSpilled or 0).
 cudaError_t push_pages(PagePool* pool, std::uint64_t first_page, std::uint32_t count, std::uint64_t flags,
                        cudaStream_t stream);

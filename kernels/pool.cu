@@ -24,6 +24,8 @@ __global__ void init_pool_kernel(PagePool* pool, std::uint64_t* device_slots, st
   }
 }
 
+__global__ void reset_high_water_kernel(PagePool* pool) { atomicExch(&pool->high_water, pool->in_use); }
+
 // One thread block, so that permits are returned after all of its pages are in their slots.
 __global__ void push_pages_kernel(PagePool* pool, std::uint64_t first_page, std::uint32_t count, std::uint64_t flags) {
   PageRing& ring = flags & kPageSpilled ? pool->spill_pages : pool->device_pages;
@@ -102,6 +104,11 @@ cudaError_t init_pool(PagePool* pool, std::uint64_t* device_slots, std::uint32_t
                       cudaStream_t stream) {
   init_pool_kernel<<<64, kThreads, 0, stream>>>(pool, device_slots, device_slot_count, spill_slots, spill_slot_count,
                                                 page_shift);
+  return cudaGetLastError();
+}
+
+cudaError_t reset_high_water(PagePool* pool, cudaStream_t stream) {
+  reset_high_water_kernel<<<1, 1, 0, stream>>>(pool);
   return cudaGetLastError();
 }
 

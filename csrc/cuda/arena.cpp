@@ -1,7 +1,5 @@
 #include "cuda/arena.h"
 
-#include <ATen/cuda/CUDAEvent.h>
-#include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
@@ -17,6 +15,7 @@
 #include "cuda/capture.h"
 #include "cuda/check.h"
 #include "cuda/graph_owner.h"
+#include "cuda/page_memory.h"
 #include "cuda/slot_pool.h"
 #include "dtype.h"
 #include "launch.h"
@@ -28,19 +27,7 @@ namespace {
 
 using c10::cuda::CUDAStream;
 
-constexpr std::uint32_t kPageShift = 13;  // 8192 units: 128 KiB
-constexpr std::int64_t kPageUnits = std::int64_t{1} << kPageShift;
-constexpr std::int64_t kPageBytes = kPageUnits * kUnitBytes;
 constexpr std::int64_t kGrowthPages = 16;  // slabs come in multiples of 2 MiB, as PyTorch's large blocks do
-
-std::int64_t pages_of_units(std::int64_t units) { return (units + kPageUnits - 1) / kPageUnits; }
-std::int64_t pages_of_bytes(std::int64_t bytes) { return (bytes + kPageBytes - 1) / kPageBytes; }
-
-std::uint32_t ring_slots(std::int64_t pages) {
-  std::uint32_t slots = 64;
-  while (slots < pages) slots *= 2;
-  return slots;
-}
 
 kernels::Epilogue epilogue_of(Activation activation) {
   return activation == Activation::relu ? kernels::Epilogue::relu : kernels::Epilogue::relu_squared;
@@ -49,9 +36,6 @@ kernels::Epilogue epilogue_of(Activation activation) {
 class CudaArena final : public Arena {
  public:
   CudaArena(c10::Device device, const ArenaOptions& options) : Arena(device), options_(options) {}
-  ~CudaArena() override {
-    if (spill_) cudaFreeHost(spill_);
-  }
 
   MemoryStats memory_stats(bool synchronize) override;
   void reset_peak_memory_stats() override;
@@ -70,12 +54,12 @@ class CudaArena final : public Arena {
   LeaseSlot* begin(const LeaseInfo& info, CUDAStream stream);
   void ensure_capacity(Sizing::Kind kind, std::int64_t worst, CUDAStream stream, bool capturing);
   void grow(std::int64_t pages, CUDAStream stream);
-  void add_spill_region(CUDAStream stream);
   bool wait_for_oldest_unfinished();
   void trim_to(std::int64_t pages, CUDAStream stream);
   void poll();
   void adopt_orphans();
   void enqueue_release(LeaseSlot& slot);
+  void note_high_water(const LeaseSlot& slot);
   void raise_failure();
   template <class Work>
   void set_up(CUDAStream stream, Work work);
@@ -87,18 +71,14 @@ class CudaArena final : public Arena {
   std::mutex mutex_;
   Sizing sizing_;
 
-  c10::DataPtr pool_memory_;  // PagePool and the slots of its rings
-  kernels::PagePool* pool_ = nullptr;
-  std::vector<c10::DataPtr> slabs_;
-  std::int64_t capacity_pages_ = 0;
-  void* spill_ = nullptr;
-  std::int64_t spill_pages_ = 0;
-  std::optional<CUDAStream> growth_stream_;  // where the last slab's pages were added
-  at::cuda::CUDAEvent growth_event_;
-
+  PageMemory pages_;
   SlotPool slots_;
   std::vector<LeaseSlot*> unsettled_;  // in the order of their start; a lease leaves when its pages were seen back
   std::shared_ptr<OrphanedSlots> orphans_ = std::make_shared<OrphanedSlots>();
+
+  // The user's high-water mark: of leases that started since the last reset.
+  std::int64_t peak_pages_ = 0;
+  Sizing::LeaseId peak_since_ = 0;
 
   std::string failure_;  // to be raised by the next call
   std::int64_t waits_ = 0, growths_ = 0, failures_ = 0, leases_total_ = 0;
@@ -133,57 +113,18 @@ void CudaArena::set_up(CUDAStream stream, Work work) {
 }
 
 void CudaArena::initialise(CUDAStream stream) {
-  if (pool_) return;
+  if (pages_.pool()) return;
   set_up(stream, [&](CUDAStream on) {
-    std::size_t free_bytes = 0, total_bytes = 0;
-    check(cudaMemGetInfo(&free_bytes, &total_bytes), "cudaMemGetInfo");
-    const std::uint32_t device_slots = ring_slots(static_cast<std::int64_t>(total_bytes) / kPageBytes);
-    const std::uint32_t spill_slots = ring_slots(options_.spill_bytes / kPageBytes);
-    const std::size_t header = (sizeof(kernels::PagePool) + 255) / 256 * 256;
-    pool_memory_ = c10::cuda::CUDACachingAllocator::get()->allocate(header + 8ull * (device_slots + spill_slots));
-    auto* base = static_cast<std::uint8_t*>(pool_memory_.get());
-    auto* rings = reinterpret_cast<std::uint64_t*>(base + header);
-    auto* pool = reinterpret_cast<kernels::PagePool*>(base);
-    check(kernels::init_pool(pool, rings, device_slots, rings + device_slots, spill_slots, kPageShift, on),
-          "creating an arena");
-    pool_ = pool;
-    if (fixed()) {
-      const std::int64_t pages = *options_.capacity / kPageBytes;
-      if (pages) grow(pages, on);
-    }
-    if (fixed() || options_.density_bound) add_spill_region(on);
+    pages_.initialise(options_.spill_bytes, on);
+    if (fixed() && *options_.capacity >= kPageBytes) pages_.grow(*options_.capacity / kPageBytes, on);
+    if (fixed() || options_.density_bound) pages_.add_spill_region(on);
     check(cudaStreamSynchronize(on), "creating an arena");  // once; from here on any stream may use the pool
   });
 }
 
 void CudaArena::grow(std::int64_t pages, CUDAStream stream) {
-  set_up(stream, [&](CUDAStream on) {
-    // The pages' memory may still be in use by earlier work of this stream, so the kernel that offers them goes there
-    // too.
-    c10::DataPtr slab = c10::cuda::CUDACachingAllocator::get()->allocate(pages * kPageBytes);
-    check(kernels::push_pages(pool_, reinterpret_cast<std::uint64_t>(slab.get()), static_cast<std::uint32_t>(pages), 0,
-                              on),
-          "growing an arena");
-    slabs_.push_back(std::move(slab));
-    capacity_pages_ += pages;
-    ++growths_;
-    growth_stream_ = on;
-    growth_event_.record(on);
-  });
-}
-
-void CudaArena::add_spill_region(CUDAStream stream) {
-  const std::int64_t pages = options_.spill_bytes / kPageBytes;
-  if (spill_ || pages == 0) return;
-  if (cudaHostAlloc(&spill_, pages * kPageBytes, cudaHostAllocMapped | cudaHostAllocPortable) != cudaSuccess) {
-    cudaGetLastError();  // less safety net, not an error by itself
-    spill_ = nullptr;
-    return;
-  }
-  spill_pages_ = pages;
-  check(kernels::push_pages(pool_, reinterpret_cast<std::uint64_t>(spill_), static_cast<std::uint32_t>(pages),
-                            kernels::kPageSpilled, stream),
-        "adding a spill region");
+  set_up(stream, [&](CUDAStream on) { pages_.grow(pages, on); });
+  ++growths_;
 }
 
 std::int64_t CudaArena::bound_pages(const LeaseInfo& info) const {
@@ -217,7 +158,7 @@ void CudaArena::ensure_capacity(Sizing::Kind kind, std::int64_t worst, CUDAStrea
   if (fixed()) return;
   if (!capturing && sizing_.take_trim_due() && !options_.worst_case && !options_.density_bound) {
     trim_to(sizing_.steady_pages(), stream);
-    add_spill_region(stream);
+    pages_.add_spill_region(stream);
   }
   std::int64_t pages;
   if (options_.worst_case || options_.density_bound) {
@@ -225,16 +166,17 @@ void CudaArena::ensure_capacity(Sizing::Kind kind, std::int64_t worst, CUDAStrea
   } else {
     Sizing::Demand demand = sizing_.demand(kind, worst, stream.stream());
     if (demand.may_wait && capturing) demand = {sizing_.worst_case_demand(worst, stream.stream()), false};
-    while (demand.may_wait && demand.pages > capacity_pages_ && wait_for_oldest_unfinished())
+    while (demand.may_wait && demand.pages > pages_.capacity_pages() && wait_for_oldest_unfinished())
       demand = sizing_.demand(kind, worst, stream.stream());
     pages = demand.pages;
   }
-  if (pages <= capacity_pages_) return;
-  const std::int64_t more = (pages - capacity_pages_ + kGrowthPages - 1) / kGrowthPages * kGrowthPages;
+  if (pages <= pages_.capacity_pages()) return;
+  const std::int64_t more = (pages - pages_.capacity_pages() + kGrowthPages - 1) / kGrowthPages * kGrowthPages;
   try {
     grow(more, stream);
   } catch (const c10::OutOfMemoryError&) {
-    if (capacity_pages_ == 0 && spill_pages_ == 0) throw;  // else try with what there is: a full arena is noticed
+    if (pages_.capacity_pages() == 0 && pages_.spill_pages() == 0)
+      throw;  // else try with what there is: a full arena is noticed
   }
 }
 
@@ -262,7 +204,7 @@ LeaseSlot* CudaArena::begin(const LeaseInfo& info, CUDAStream stream) {
   }
   unsettled_.push_back(slot);
   ++leases_total_;
-  if (growth_stream_ && *growth_stream_ != stream && !capture) growth_event_.block(stream);
+  if (!capture) pages_.wait_for_growth(stream);
   return slot;
 }
 
@@ -280,7 +222,7 @@ at::Tensor CudaArena::compress(const at::Tensor& h, const at::Tensor& out, Codec
   }
   auto lease = std::make_unique<CudaLease>(std::static_pointer_cast<CudaArena>(shared_from_this()), info, slot);
   if (info.numel > 0) {
-    kernels::BlobStore store = slot->store(pool_, kPageShift);
+    kernels::BlobStore store = slot->store(pages_.pool(), kPageShift);
     if (slot->capture) {  // a replay finds the slot as the last one left it
       kernels::BlobStore unrecorded = store;
       unrecorded.record = nullptr;
@@ -302,7 +244,7 @@ void CudaArena::read(LeaseSlot& slot, Launch launch) {
     poll();
     raise_failure();
   }
-  launch(slot.store(pool_, kPageShift), stream);
+  launch(slot.store(pages_.pool(), kPageShift), stream);
   if (stream == *slot.home) return;
   std::lock_guard<std::mutex> lock(mutex_);
   auto reader =
@@ -332,7 +274,7 @@ void CudaArena::gradient(LeaseSlot& slot, const LeaseInfo& info, const at::Tenso
 void CudaArena::enqueue_release(LeaseSlot& slot) {
   for (auto& [stream, event] : slot.readers) event.block(*slot.home);
   slot.readers.clear();
-  kernels::BlobStore store = slot.store(pool_, kPageShift);
+  kernels::BlobStore store = slot.store(pages_.pool(), kPageShift);
   if (slot.capture) store.record = nullptr;  // the host never sees a replay's release
   check(kernels::release(store, *slot.home), "release");
 }
@@ -377,7 +319,7 @@ void CudaArena::poll() {
     if (record.finished && (!slot->finished || slot->capture)) {
       std::atomic_thread_fence(std::memory_order_acquire);
       slot->units = static_cast<std::int64_t>(record.units);
-      sizing_.note_high_water(record.high_water);
+      note_high_water(*slot);
       if (!slot->finished) sizing_.finish(slot->id, pages_of_units(slot->units));
       slot->finished = true;
     }
@@ -386,14 +328,14 @@ void CudaArena::poll() {
       ++failures_;
       failure_ =
           c10::str("the arena of ", device(), " was full: a lease of ", slot->dense_bytes, " bytes dense needed ",
-                   slot->units * kUnitBytes, " bytes; the arena's capacity is ", capacity_pages_ * kPageBytes,
-                   " bytes and ", spill_pages_ * kPageBytes, " bytes of spill. Its gradients are NaN. ",
+                   slot->units * kUnitBytes, " bytes; the arena's capacity is ", pages_.capacity_pages() * kPageBytes,
+                   " bytes and ", pages_.spill_pages() * kPageBytes, " bytes of spill. Its gradients are NaN. ",
                    fixed()                  ? "Raise Arena(capacity=...)"
                    : options_.density_bound ? "Raise Arena(density_bound=...)"
                                             : "Raise Arena(spill_bytes=...) or set worst_case=True");
     }
     if (released && slot->ending) {
-      sizing_.note_high_water(record.high_water);
+      note_high_water(*slot);
       sizing_.end(slot->id);
       slots_.give_back(slot);
     } else {
@@ -401,6 +343,12 @@ void CudaArena::poll() {
     }
   }
   unsettled_.resize(kept);
+}
+
+void CudaArena::note_high_water(const LeaseSlot& slot) {
+  const std::int64_t pages = slot.record->high_water;
+  sizing_.note_high_water(pages);
+  if (slot.id > peak_since_) peak_pages_ = std::max(peak_pages_, pages);
 }
 
 void CudaArena::raise_failure() {
@@ -415,27 +363,13 @@ void CudaArena::trim_to(std::int64_t pages, CUDAStream stream) {
   for (LeaseSlot* slot : unsettled_) check(cudaStreamSynchronize(*slot->home), "waiting for leases to end");
   poll();
   if (!unsettled_.empty()) return;
-  if (pages >= capacity_pages_) return;
-  // Nothing in flight uses a page: start again with one slab of the right size.
-  slabs_.clear();
-  capacity_pages_ = 0;
-  kernels::PagePool pool{};
-  check(cudaMemcpyAsync(&pool, pool_, sizeof(pool), cudaMemcpyDeviceToHost, stream), "reading the pool");
-  check(cudaStreamSynchronize(stream), "reading the pool");
-  check(kernels::init_pool(pool_, pool.device_pages.slots, pool.device_pages.slot_mask + 1, pool.spill_pages.slots,
-                           pool.spill_pages.slot_mask + 1, kPageShift, stream),
-        "trimming an arena");
-  if (pages) grow(pages, stream);
-  if (spill_)
-    check(kernels::push_pages(pool_, reinterpret_cast<std::uint64_t>(spill_), static_cast<std::uint32_t>(spill_pages_),
-                              kernels::kPageSpilled, stream),
-          "adding a spill region");
-  check(cudaStreamSynchronize(stream), "trimming an arena");
+  if (pages >= pages_.capacity_pages()) return;
+  pages_.rebuild(pages, stream);  // nothing in flight uses a page
 }
 
 void CudaArena::trim() {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (!pool_ || fixed()) return;
+  if (!pages_.pool() || fixed()) return;
   const c10::cuda::CUDAGuard guard(device());
   poll();
   trim_to(sizing_.steady_pages(), c10::cuda::getCurrentCUDAStream());
@@ -444,7 +378,7 @@ void CudaArena::trim() {
 MemoryStats CudaArena::memory_stats(bool synchronize) {
   std::lock_guard<std::mutex> lock(mutex_);
   MemoryStats stats;
-  if (pool_) {
+  if (pages_.pool()) {
     const c10::cuda::CUDAGuard guard(device());
     poll();
     if (synchronize) {
@@ -453,9 +387,9 @@ MemoryStats CudaArena::memory_stats(bool synchronize) {
       raise_failure();
     }
   }
-  stats.capacity = capacity_pages_ * kPageBytes;
+  stats.capacity = pages_.capacity_pages() * kPageBytes;
   stats.in_use = sizing_.known_pages() * kPageBytes;
-  stats.high_water = sizing_.high_water() * kPageBytes;
+  stats.high_water = peak_pages_ * kPageBytes;
   stats.live_leases = sizing_.live();
   for (const LeaseSlot* slot : unsettled_) {
     stats.spilled += static_cast<std::int64_t>(slot->record->spilled_pages) * kPageBytes;
@@ -474,7 +408,12 @@ MemoryStats CudaArena::memory_stats(bool synchronize) {
 
 void CudaArena::reset_peak_memory_stats() {
   std::lock_guard<std::mutex> lock(mutex_);
-  sizing_.reset_high_water();
+  if (!pages_.pool()) return;
+  const c10::cuda::CUDAGuard guard(device());
+  poll();
+  check(kernels::reset_high_water(pages_.pool(), c10::cuda::getCurrentCUDAStream()), "resetting an arena's peak");
+  peak_since_ = sizing_.last_id();
+  peak_pages_ = sizing_.known_pages();
 }
 
 }  // namespace

@@ -1,0 +1,89 @@
+#include "cuda/page_memory.h"
+
+#include <c10/cuda/CUDACachingAllocator.h>
+
+#include "cuda/check.h"
+
+namespace bitsparse::cuda {
+namespace {
+
+using c10::cuda::CUDAStream;
+
+std::uint32_t slots_for(std::int64_t pages) {
+  std::uint32_t slots = 64;
+  while (slots < pages) slots *= 2;
+  return slots;
+}
+
+}  // namespace
+
+PageMemory::~PageMemory() {
+  if (spill_) cudaFreeHost(spill_);
+}
+
+void PageMemory::initialise(std::int64_t spill_bytes, CUDAStream stream) {
+  std::size_t free_bytes = 0, total_bytes = 0;
+  check(cudaMemGetInfo(&free_bytes, &total_bytes), "cudaMemGetInfo");
+  spill_limit_pages_ = spill_bytes / kPageBytes;
+  device_slots_ = slots_for(static_cast<std::int64_t>(total_bytes) / kPageBytes);
+  spill_slots_ = slots_for(spill_limit_pages_);
+  constexpr std::size_t kHeader = (sizeof(kernels::PagePool) + 255) / 256 * 256;
+  const std::size_t slots = std::size_t{device_slots_} + spill_slots_;
+  pool_memory_ = c10::cuda::CUDACachingAllocator::get()->allocate(kHeader + sizeof(std::uint64_t) * slots);
+  auto* base = static_cast<std::uint8_t*>(pool_memory_.get());
+  pool_ = reinterpret_cast<kernels::PagePool*>(base);
+  ring_slots_ = reinterpret_cast<std::uint64_t*>(base + kHeader);
+  reset_pool(stream);
+}
+
+void PageMemory::reset_pool(CUDAStream stream) {
+  check(kernels::init_pool(pool_, ring_slots_, device_slots_, ring_slots_ + device_slots_, spill_slots_, kPageShift,
+                           stream),
+        "setting up an arena");
+}
+
+void PageMemory::grow(std::int64_t pages, CUDAStream stream) {
+  // The memory may still be in use by earlier work of this stream, so the kernel that offers its pages goes there too.
+  c10::DataPtr slab = c10::cuda::CUDACachingAllocator::get()->allocate(pages * kPageBytes);
+  check(kernels::push_pages(pool_, reinterpret_cast<std::uint64_t>(slab.get()), static_cast<std::uint32_t>(pages), 0,
+                            stream),
+        "growing an arena");
+  slabs_.push_back(std::move(slab));
+  capacity_pages_ += pages;
+  growth_stream_ = stream;
+  growth_event_.record(stream);
+}
+
+void PageMemory::wait_for_growth(CUDAStream stream) {
+  if (growth_stream_ && *growth_stream_ != stream) growth_event_.block(stream);
+}
+
+void PageMemory::add_spill_region(CUDAStream stream) {
+  if (spill_ || spill_limit_pages_ == 0) return;
+  const unsigned flags = cudaHostAllocMapped | cudaHostAllocPortable;
+  if (cudaHostAlloc(&spill_, spill_limit_pages_ * kPageBytes, flags) != cudaSuccess) {
+    cudaGetLastError();
+    spill_ = nullptr;
+    return;
+  }
+  spill_pages_ = spill_limit_pages_;
+  offer_spill_pages(stream);
+}
+
+void PageMemory::offer_spill_pages(CUDAStream stream) {
+  if (!spill_) return;
+  check(kernels::push_pages(pool_, reinterpret_cast<std::uint64_t>(spill_), static_cast<std::uint32_t>(spill_pages_),
+                            kernels::kPageSpilled, stream),
+        "adding a spill region");
+}
+
+void PageMemory::rebuild(std::int64_t pages, CUDAStream stream) {
+  slabs_.clear();
+  capacity_pages_ = 0;
+  reset_pool(stream);
+  if (pages) grow(pages, stream);
+  offer_spill_pages(stream);
+  check(cudaStreamSynchronize(stream), "trimming an arena");
+}
+
+}  // namespace bitsparse::cuda
