@@ -24,6 +24,12 @@ _KEEPS = ("positive", "nonzero")
 _PICKLE_VERSION = 1  # of the arguments of _rebuild
 
 
+@torch.library.register_fake("bitsparse::pack")
+def _pack_without_data(t: Tensor, codec: str = "tight", keep: str = "nonzero") -> Tensor:
+    """For tracing: only the data tells the size."""
+    return t.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.uint8)
+
+
 class FormatError(ValueError):
     """Stored bytes are damaged or were written by a version that this one does not read."""
 

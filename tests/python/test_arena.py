@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -249,3 +251,19 @@ def test_compress_takes_nothing_from_the_arena(device):
     packed.decompress()
     after = bitsparse.memory_stats(device, synchronize=True)
     assert (after["live_leases"], after["leases_total"]) == (before["live_leases"], before["leases_total"])
+
+
+EXIT_WITH_LIVE_LEASES = """
+import sys, torch, bitsparse
+device = sys.argv[1]
+w1, w2 = torch.randn(132, 24, device=device).requires_grad_(), torch.randn(24, 132, device=device).requires_grad_()
+kept = [bitsparse.relu_squared_ffn(torch.randn(70, 24, device=device), w1, None, w2) for _ in range(3)]
+assert bitsparse.memory_stats(device)["live_leases"] == 3
+del kept[1]
+"""
+
+
+@on_devices
+def test_interpreter_exit_with_live_leases(device):
+    run = subprocess.run([sys.executable, "-c", EXIT_WITH_LIVE_LEASES, device], capture_output=True, text=True)
+    assert (run.returncode, run.stderr) == (0, "")

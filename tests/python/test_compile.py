@@ -51,6 +51,14 @@ def test_opcheck_of_the_blocks(device, name, dtype):
         torch.library.opcheck(op, tuple(as_leaves(tensors, frozen=(0,))), {"codec": "signless"})
 
 
+def test_opcheck_of_pack_and_unpack(device):
+    t = randn(70, 356, seed=3, dtype=torch.bfloat16, device=device)
+    torch.library.opcheck(torch.ops.bitsparse.pack.default, (t,))
+    torch.library.opcheck(torch.ops.bitsparse.pack.default, (t, "raw", "positive"))
+    packed = torch.ops.bitsparse.pack(t)
+    torch.library.opcheck(torch.ops.bitsparse.unpack.default, (packed, [70, 356], torch.bfloat16))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_opcheck_with_more_dimensions(device, name):
     op = getattr(torch.ops.bitsparse, name).default
