@@ -8,6 +8,7 @@
 #include <chrono>
 #include <cmath>
 #include <mutex>
+#include <set>
 #include <string>
 #include <thread>
 
@@ -36,6 +37,7 @@ kernels::Epilogue epilogue_of(Activation activation) {
 class CudaArena final : public Arena {
  public:
   CudaArena(c10::Device device, const ArenaOptions& options) : Arena(device), options_(options) {}
+  ~CudaArena() override;
 
   MemoryStats memory_stats(bool synchronize) override;
   void reset_peak_memory_stats() override;
@@ -101,11 +103,31 @@ class CudaLease final : public Lease {
   LeaseSlot* slot_;
 };
 
+// Arenas whose memory a graph may still use: a graph's end can't be seen in time to free what its last replay uses.
+void keep_forever(std::shared_ptr<Arena> arena) {
+  static auto* mutex = new std::mutex;
+  static auto* kept = new std::set<std::shared_ptr<Arena>>;
+  std::lock_guard<std::mutex> lock(*mutex);
+  kept->insert(std::move(arena));
+}
+
+// The allocator may give memory to other streams as soon as it is freed: what was enqueued has to be done.
+CudaArena::~CudaArena() {
+  try {
+    const c10::cuda::CUDAGuard guard(device());
+    RelaxedCapture relaxed;
+    for (LeaseSlot* slot : unsettled_)
+      if (!capture_of(*slot->home)) check(cudaStreamSynchronize(*slot->home), "destroying an arena");
+  } catch (const std::exception&) {
+    // The process is ending, or the device has failed.
+  }
+}
+
 // Work that no capture may record: setting up memory that outlives the graph.
 template <class Work>
 void CudaArena::set_up(CUDAStream stream, Work work) {
+  RelaxedCapture relaxed;  // another thread may be capturing
   if (!capture_of(stream)) return work(stream);
-  RelaxedCapture relaxed;
   const CUDAStream side = c10::cuda::getStreamFromPool(false, device().index());
   c10::cuda::CUDAStreamGuard guard(side);
   work(side);
@@ -145,10 +167,11 @@ bool CudaArena::wait_for_oldest_unfinished() {
   const cudaStream_t home = (*oldest)->home->stream();
   for (int spins = 0; !(*oldest)->record->finished; ++spins) {
     if (spins < 1000) continue;
+    std::this_thread::sleep_for(std::chrono::microseconds(20));
+    if (capture_of(home)) continue;                   // may not be asked now
     const cudaError_t state = cudaStreamQuery(home);  // a kernel that died would never finish
     if (state == cudaSuccess && !(*oldest)->record->finished) break;
     if (state != cudaErrorNotReady) check(state, "waiting for a compress kernel");
-    std::this_thread::sleep_for(std::chrono::microseconds(20));
   }
   poll();
   return true;
@@ -198,6 +221,7 @@ LeaseSlot* CudaArena::begin(const LeaseInfo& info, CUDAStream stream) {
     slot->capture = capture.id;
     sizing_.pin(slot->id);
     own_by_graph(capture.graph, slot, orphans_);
+    keep_forever(shared_from_this());
   }
   if (info.numel == 0) {
     slot->record->finished = 1;
@@ -358,7 +382,8 @@ void CudaArena::raise_failure() {
 }
 
 void CudaArena::trim_to(std::int64_t pages, CUDAStream stream) {
-  if (std::any_of(unsettled_.begin(), unsettled_.end(), [](LeaseSlot* s) { return !s->ending || s->capture; })) return;
+  const auto in_use = [](LeaseSlot* s) { return !s->ending || s->capture || capture_of(*s->home); };
+  if (std::any_of(unsettled_.begin(), unsettled_.end(), in_use)) return;
   if (!unsettled_.empty()) ++waits_;
   for (LeaseSlot* slot : unsettled_) check(cudaStreamSynchronize(*slot->home), "waiting for leases to end");
   poll();
