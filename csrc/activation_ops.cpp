@@ -1,6 +1,5 @@
 #include "activation_ops.h"
 
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <torch/library.h>
@@ -10,6 +9,7 @@
 #include "bitsparse/compressed_tensor.h"
 #include "lease.h"
 #include "names.h"
+#include "typed_operator.h"
 
 namespace bitsparse {
 namespace {
@@ -93,11 +93,6 @@ void register_backend(torch::Library& m) {
   m.impl("_activation_gradient_", apply_gradient);
 }
 
-template <class Signature>
-auto typed(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
-}
-
 }  // namespace
 
 TORCH_LIBRARY_IMPL(bitsparse, CPU, m) { register_backend(m); }
@@ -113,28 +108,29 @@ namespace ops {
 
 at::Tensor compress_activation_(at::Tensor h, std::string_view activation, std::string_view codec) {
   static const auto op =
-      typed<at::Tensor(at::Tensor&, std::string_view, std::string_view)>("bitsparse::_compress_activation_");
+      typed_operator<at::Tensor(at::Tensor&, std::string_view, std::string_view)>("bitsparse::_compress_activation_");
   return op.call(h, activation, codec);
 }
 
 std::tuple<at::Tensor, at::Tensor> compress_activation(const at::Tensor& h, std::string_view activation,
                                                        std::string_view codec) {
   static const auto op =
-      typed<std::tuple<at::Tensor, at::Tensor>(const at::Tensor&, std::string_view, std::string_view)>(
+      typed_operator<std::tuple<at::Tensor, at::Tensor>(const at::Tensor&, std::string_view, std::string_view)>(
           "bitsparse::_compress_activation");
   return op.call(h, activation, codec);
 }
 
 at::Tensor restore_activation(const at::Tensor& lease, c10::SymIntArrayRef size, at::ScalarType dtype,
                               std::string_view activation) {
-  static const auto op = typed<at::Tensor(const at::Tensor&, c10::SymIntArrayRef, at::ScalarType, std::string_view)>(
-      "bitsparse::_restore_activation");
+  static const auto op =
+      typed_operator<at::Tensor(const at::Tensor&, c10::SymIntArrayRef, at::ScalarType, std::string_view)>(
+          "bitsparse::_restore_activation");
   return op.call(lease, size, dtype, activation);
 }
 
 void activation_gradient_(at::Tensor grad, const at::Tensor& lease, std::string_view activation) {
   static const auto op =
-      typed<void(at::Tensor&, const at::Tensor&, std::string_view)>("bitsparse::_activation_gradient_");
+      typed_operator<void(at::Tensor&, const at::Tensor&, std::string_view)>("bitsparse::_activation_gradient_");
   op.call(grad, lease, activation);
 }
 

@@ -17,6 +17,7 @@
 #include "checks.h"
 #include "linear.h"
 #include "names.h"
+#include "typed_operator.h"
 
 namespace bitsparse {
 namespace {
@@ -238,11 +239,6 @@ using FfnSignature = at::Tensor(const at::Tensor&, const at::Tensor&, const Opti
                                 const OptionalTensor&, std::string_view);
 using LinearSignature = at::Tensor(const at::Tensor&, const at::Tensor&, const OptionalTensor&, std::string_view);
 
-template <class Signature>
-auto typed(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
-}
-
 }  // namespace
 
 TORCH_LIBRARY_IMPL(bitsparse, Autograd, m) {
@@ -259,21 +255,21 @@ TORCH_LIBRARY_IMPL(bitsparse, AutocastCUDA, m) { register_autocast<c10::kCUDA>(m
 
 at::Tensor relu_squared_ffn(const at::Tensor& x, const at::Tensor& w1, const OptionalTensor& b1, const at::Tensor& w2,
                             const OptionalTensor& b2, std::string_view codec) {
-  static const auto op = typed<FfnSignature>("bitsparse::relu_squared_ffn");
+  static const auto op = typed_operator<FfnSignature>("bitsparse::relu_squared_ffn");
   return op.call(x, w1, b1, w2, b2, codec);
 }
 at::Tensor relu_ffn(const at::Tensor& x, const at::Tensor& w1, const OptionalTensor& b1, const at::Tensor& w2,
                     const OptionalTensor& b2, std::string_view codec) {
-  static const auto op = typed<FfnSignature>("bitsparse::relu_ffn");
+  static const auto op = typed_operator<FfnSignature>("bitsparse::relu_ffn");
   return op.call(x, w1, b1, w2, b2, codec);
 }
 at::Tensor relu_squared_linear(const at::Tensor& h, const at::Tensor& w2, const OptionalTensor& b2,
                                std::string_view codec) {
-  static const auto op = typed<LinearSignature>("bitsparse::relu_squared_linear");
+  static const auto op = typed_operator<LinearSignature>("bitsparse::relu_squared_linear");
   return op.call(h, w2, b2, codec);
 }
 at::Tensor relu_linear(const at::Tensor& h, const at::Tensor& w2, const OptionalTensor& b2, std::string_view codec) {
-  static const auto op = typed<LinearSignature>("bitsparse::relu_linear");
+  static const auto op = typed_operator<LinearSignature>("bitsparse::relu_linear");
   return op.call(h, w2, b2, codec);
 }
 

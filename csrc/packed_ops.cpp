@@ -1,5 +1,4 @@
 // pack and unpack: checks, and the backends' codecs behind them.
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
@@ -8,6 +7,7 @@
 #include "cpu/huge_pages.h"
 #include "dtype.h"
 #include "names.h"
+#include "typed_operator.h"
 #ifdef BITSPARSE_WITH_CUDA
 #include "cuda/packed.h"
 #endif
@@ -72,11 +72,6 @@ void register_backend(torch::Library& m) {
   m.impl("unpack", unpack_op);
 }
 
-template <class Signature>
-auto typed(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
-}
-
 }  // namespace
 
 TORCH_LIBRARY_IMPL(bitsparse, CPU, m) { register_backend(m); }
@@ -84,13 +79,14 @@ TORCH_LIBRARY_IMPL(bitsparse, CUDA, m) { register_backend(m); }
 TORCH_LIBRARY_IMPL(bitsparse, Meta, m) { m.impl("unpack", unpack_meta); }
 
 at::Tensor pack(const at::Tensor& t, std::string_view codec, std::string_view keep) {
-  static const auto op = typed<at::Tensor(const at::Tensor&, std::string_view, std::string_view)>("bitsparse::pack");
+  static const auto op =
+      typed_operator<at::Tensor(const at::Tensor&, std::string_view, std::string_view)>("bitsparse::pack");
   return op.call(t, codec, keep);
 }
 
 at::Tensor unpack(const at::Tensor& packed, at::IntArrayRef size, at::ScalarType dtype, bool validated) {
   static const auto op =
-      typed<at::Tensor(const at::Tensor&, c10::SymIntArrayRef, at::ScalarType, bool)>("bitsparse::unpack");
+      typed_operator<at::Tensor(const at::Tensor&, c10::SymIntArrayRef, at::ScalarType, bool)>("bitsparse::unpack");
   return op.call(packed, c10::fromIntArrayRefSlow(size), dtype, validated);
 }
 

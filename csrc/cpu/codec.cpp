@@ -12,6 +12,7 @@
 
 #include "cpu/huge_pages.h"
 #include "cpu/tile_codec.h"
+#include "packed_header.h"
 
 #if !defined(_OPENMP)
 #warning "compiled without OpenMP (-fopenmp): at::parallel_for will use one thread"
@@ -40,24 +41,6 @@ struct Shape {
   }
   std::int64_t byte_offset(std::int64_t tile) const { return tile * tile_elements * element_bytes; }
 };
-
-PackedHeader make_packed_header(DType dtype, Codec codec, Keep keep, const Shape& shape, std::int64_t units,
-                                std::int64_t kept) {
-  PackedHeader header{};
-  std::memcpy(header.magic, kPackedMagic, sizeof header.magic);
-  header.version = kFormatVersion;
-  header.dtype = static_cast<std::uint8_t>(dtype);
-  header.codec = static_cast<std::uint8_t>(codec);
-  header.keep = static_cast<std::uint8_t>(keep);
-  header.geometry = static_cast<std::uint8_t>(Geometry::linear);
-  header.blocks_per_tile = static_cast<std::uint16_t>(blocks_per_tile(dtype));
-  header.block_elements = kBlockElements;
-  header.numel = static_cast<std::uint64_t>(shape.numel);
-  header.tiles = static_cast<std::uint64_t>(shape.tiles);
-  header.payload_bytes = static_cast<std::uint64_t>(units) * kUnitBytes;
-  header.kept = static_cast<std::uint64_t>(kept);
-  return header;
-}
 
 }  // namespace
 
@@ -101,7 +84,7 @@ at::Tensor pack(const at::Tensor& contiguous, DType dtype, Codec codec, Keep kee
   at::Tensor packed = at::empty({payload + units * kUnitBytes}, at::TensorOptions(at::kByte));
   auto* const out = packed.mutable_data_ptr<std::uint8_t>();
   advise_huge_pages(out, packed.numel());
-  const PackedHeader header = make_packed_header(dtype, codec, keep, shape, units, kept);
+  const PackedHeader header = make_packed_header(dtype, codec, keep, shape.numel, units, kept);
   std::memcpy(out, &header, sizeof header);
   if (shape.tiles != 0) std::memcpy(out + sizeof header, entries.get(), table_bytes);
   std::memset(out + sizeof header + table_bytes, 0, payload - table_bytes - static_cast<std::int64_t>(sizeof header));

@@ -9,22 +9,9 @@
 #pragma GCC target("avx2,bmi,bmi2,popcnt")
 #define BITSPARSE_ISA isa_avx2
 #define BITSPARSE_BMI2
-#include "cpu/block_decode.h"
-#include "cpu/block_encode.h"
+#include "cpu/tile_codecs_definition.h"
 
-namespace bitsparse::cpu {
-
-const TileCodecs* avx2_tile_codecs() {
-  using namespace isa_avx2;
-  static constexpr TileCodecs codecs = {
-      {plan_tile<1>, encode_tile<1>, decode_tile<1>},
-      {plan_tile<2>, encode_tile<2>, decode_tile<2>},
-      {plan_tile<4>, encode_tile<4>, decode_tile<4>},
-  };
-  return &codecs;
-}
-
-}  // namespace bitsparse::cpu
+BITSPARSE_DEFINE_TILE_CODECS(avx2_tile_codecs)
 
 #else
 

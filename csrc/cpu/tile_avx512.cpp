@@ -11,22 +11,9 @@
 #define BITSPARSE_ISA isa_avx512
 #define BITSPARSE_BMI2
 #define BITSPARSE_AVX512
-#include "cpu/block_decode.h"
-#include "cpu/block_encode.h"
+#include "cpu/tile_codecs_definition.h"
 
-namespace bitsparse::cpu {
-
-const TileCodecs* avx512_tile_codecs() {
-  using namespace isa_avx512;
-  static constexpr TileCodecs codecs = {
-      {plan_tile<1>, encode_tile<1>, decode_tile<1>},
-      {plan_tile<2>, encode_tile<2>, decode_tile<2>},
-      {plan_tile<4>, encode_tile<4>, decode_tile<4>},
-  };
-  return &codecs;
-}
-
-}  // namespace bitsparse::cpu
+BITSPARSE_DEFINE_TILE_CODECS(avx512_tile_codecs)
 
 #else
 

@@ -10,30 +10,9 @@
 
 #include "cuda/check.h"
 #include "launch.h"
+#include "packed_header.h"
 
 namespace bitsparse::cuda {
-namespace {
-
-PackedHeader make_header(DType dtype, Codec codec, Keep keep, std::int64_t numel, std::int64_t payload_bytes,
-                         std::int64_t kept) {
-  PackedHeader header{};
-  std::copy(std::begin(kPackedMagic), std::end(kPackedMagic), header.magic);
-  header.version = kFormatVersion;
-  header.dtype = static_cast<std::uint8_t>(dtype);
-  header.codec = static_cast<std::uint8_t>(codec);
-  header.keep = static_cast<std::uint8_t>(keep);
-  header.geometry = static_cast<std::uint8_t>(Geometry::linear);
-  header.blocks_per_tile = static_cast<std::uint16_t>(blocks_per_tile(dtype));
-  header.block_elements = kBlockElements;
-  header.numel = static_cast<std::uint64_t>(numel);
-  header.tiles = static_cast<std::uint64_t>(tile_count(dtype, numel));
-  header.payload_bytes = static_cast<std::uint64_t>(payload_bytes);
-  header.kept = static_cast<std::uint64_t>(kept);
-  return header;
-}
-
-}  // namespace
-
 at::Tensor pack(const at::Tensor& t, DType dtype, Codec codec, Keep keep) {
   const c10::cuda::CUDAGuard guard(t.device());
   const auto stream = c10::cuda::getCurrentCUDAStream();
@@ -66,7 +45,7 @@ at::Tensor pack(const at::Tensor& t, DType dtype, Codec codec, Keep keep) {
   const std::int64_t payload_at = packed_payload_offset(tiles);
   at::Tensor packed = at::empty({payload_at + payload_units * kUnitBytes}, bytes);
   at::Tensor head = at::zeros({payload_at}, bytes.device(at::kCPU));
-  const PackedHeader header = make_header(dtype, codec, keep, t.numel(), payload_units * kUnitBytes, kept);
+  const PackedHeader header = make_packed_header(dtype, codec, keep, t.numel(), payload_units, kept);
   std::memcpy(head.data_ptr(), &header, sizeof(header));
   packed.narrow(0, 0, payload_at).copy_(head);
   if (tiles > 0) {
