@@ -66,7 +66,8 @@ at::Tensor gradient_of(const at::Tensor& relu, const at::Tensor& grad, Activatio
 
 ::testing::AssertionResult same_bits(const at::Tensor& got, const at::Tensor& expected) {
   const at::Tensor a = got.cpu(), b = expected.cpu();
-  if (a.sizes() != b.sizes() || a.scalar_type() != b.scalar_type()) return ::testing::AssertionFailure() << "other shape";
+  if (a.sizes() != b.sizes() || a.scalar_type() != b.scalar_type())
+    return ::testing::AssertionFailure() << "other shape";
   const auto* x = static_cast<const std::uint8_t*>(a.const_data_ptr());
   const auto* y = static_cast<const std::uint8_t*>(b.const_data_ptr());
   const std::size_t size = a.nbytes(), element = a.element_size();
@@ -82,8 +83,8 @@ at::Tensor poisoned_like(const at::Tensor& t) { return at::empty_like(t).fill_(-
 
 // Compress, restore and gradient on `device` against the CPU codec and PyTorch's CPU operators.
 void check_round_trip(Arena& arena, const at::Tensor& h, Codec codec, Activation activation) {
-  SCOPED_TRACE(::testing::Message() << "type " << h.scalar_type() << " codec " << static_cast<int>(codec) << " activation "
-                                    << static_cast<int>(activation) << " elements " << h.numel());
+  SCOPED_TRACE(::testing::Message() << "type " << h.scalar_type() << " codec " << static_cast<int>(codec)
+                                    << " activation " << static_cast<int>(activation) << " elements " << h.numel());
   const at::Tensor relu = relu_of(h, codec), before = h.clone();
   const at::Tensor there = h.to(arena.device()), out = poisoned_like(there);
   const at::Tensor handle = arena.compress(there, out, codec, activation);
@@ -171,9 +172,9 @@ TEST(CpuArena, FullArenaSaysWhatIsNeeded) {
     ADD_FAILURE() << "no error";
   } catch (const c10::OutOfMemoryError& error) {
     EXPECT_NE(dynamic_cast<const OutOfArenaMemory*>(&error), nullptr);
-    const std::string expected = "bitsparse.OutOfArenaMemory: the arena of cpu is full: a lease needs " + std::to_string(bytes) +
-                                 " bytes, " + std::to_string(bytes) + " of its " + std::to_string(bytes + 10) +
-                                 " bytes are in use. Raise Arena(capacity=...)";
+    const std::string expected = "bitsparse.OutOfArenaMemory: the arena of cpu is full: a lease needs " +
+                                 std::to_string(bytes) + " bytes, " + std::to_string(bytes) + " of its " +
+                                 std::to_string(bytes + 10) + " bytes are in use. Raise Arena(capacity=...)";
     EXPECT_EQ(what_of(error), expected);
   }
   MemoryStats stats = arena->memory_stats();
@@ -270,7 +271,8 @@ TEST(ArenaOptions, WrongOnesAreNamed) {
   EXPECT_EQ(message(options), "bitsparse: Arena: expected capacity >= 0 bytes, got -1");
   options.capacity = 1;
   options.worst_case = true;
-  EXPECT_EQ(message(options), "bitsparse: Arena: expected at most one of capacity, density_bound and worst_case, got 2");
+  EXPECT_EQ(message(options),
+            "bitsparse: Arena: expected at most one of capacity, density_bound and worst_case, got 2");
   options = {};
   for (double bound : {0.0, -1.0, 1.5, std::numeric_limits<double>::quiet_NaN()}) {
     options.density_bound = bound;
@@ -473,7 +475,8 @@ TEST_F(CudaArena, LeasesEndInAnyOrder) {
   EXPECT_EQ(arena->memory_stats().failures, 0);
 }
 
-// Threads with streams of their own, one arena. No step ends while they run, so there is always room for the worst case.
+// Threads with streams of their own, one arena. No step ends while they run, so there is always room for the worst
+// case.
 void run_threads(Arena& arena) {
   const at::Tensor anchor = compress_copy(arena, pre_activation(10, at::kBFloat16, 0.5, 1).to(gpu()));
   const std::int64_t before = arena.memory_stats(true).leases_total;
@@ -527,17 +530,19 @@ TEST_F(CudaArena, ManyThreadsAndStreamsInTheWorstCase) {
   const auto arena = Arena::create(gpu(), options);
   {
     std::vector<at::Tensor> many;
-    for (int i = 0; i < 64; ++i) many.push_back(compress_copy(*arena, pre_activation(204'000, at::kBFloat16, 0.5, 1).to(gpu())));
+    for (int i = 0; i < 64; ++i)
+      many.push_back(compress_copy(*arena, pre_activation(204'000, at::kBFloat16, 0.5, 1).to(gpu())));
   }
   run_threads(*arena);
   expect_idle(*arena);
   EXPECT_EQ(arena->memory_stats().waits, 0);
 }
 
-// A lease is read on another stream, which is late, and ends at once. There is room for one lease only: the next one gets
-// its pages, but not before the reader is through.
+// A lease is read on another stream, which is late, and ends at once. There is room for one lease only: the next one
+// gets its pages, but not before the reader is through.
 TEST_F(CudaArena, PagesWaitForReadersOnOtherStreams) {
-  const at::Tensor h[2] = {pre_activation(1'000'003, at::kBFloat16, 0.3, 1), pre_activation(1'000'003, at::kBFloat16, 0.3, 2)};
+  const at::Tensor h[2] = {pre_activation(1'000'003, at::kBFloat16, 0.3, 1),
+                           pre_activation(1'000'003, at::kBFloat16, 0.3, 2)};
   const at::Tensor relu[2] = {relu_of(h[0]), relu_of(h[1])};
   const at::Tensor there[2] = {h[0].to(gpu()), h[1].to(gpu())};
   std::int64_t bytes = 0;
@@ -573,7 +578,8 @@ TEST_F(CudaArena, PagesWaitForReadersOnOtherStreams) {
 // Room that one stream's growth promised is there for the others, although that stream is late.
 TEST_F(CudaArena, DISABLED_StreamsWaitForAllGrowths) {
   const auto dense = [](std::int64_t tiles) { return pre_activation(tiles * kTile, at::kBFloat16, 1.0, 1); };
-  const at::Tensor tiny = dense(1).to(gpu()), first = dense(251), second = dense(235);  // worst cases: 1, 16 and 15 pages
+  const at::Tensor tiny = dense(1).to(gpu()), first = dense(251),
+                   second = dense(235);  // worst cases: 1, 16 and 15 pages
   const at::Tensor first_there = first.to(gpu()), second_there = second.to(gpu());
   ArenaOptions options;
   options.worst_case = true;  // otherwise the host waits for sizes before it grows
@@ -770,6 +776,28 @@ TEST_F(CudaArena, TrimGivesMemoryBack) {
   handle.reset();
   fixed->trim();
   EXPECT_EQ(fixed->memory_stats().capacity, 4 << 20) << "fixed means fixed";
+}
+
+TEST_F(CudaArena, PeakCanBeReset) {
+  const at::Tensor there = pre_activation(1'000'003, at::kBFloat16, 0.3, 1).to(gpu());
+  const auto arena = Arena::create(gpu());
+  arena->reset_peak_memory_stats();
+  std::int64_t one = 0;
+  for (int count : {3, 1, 2}) {
+    std::vector<at::Tensor> handles;
+    for (int i = 0; i < count; ++i) {
+      handles.push_back(compress_copy(*arena, there));
+      if (one == 0) one = arena->memory_stats(true).in_use;
+    }
+    handles.clear();
+    expect_idle(*arena);
+    EXPECT_EQ(arena->memory_stats().high_water, count * one);
+    arena->reset_peak_memory_stats();
+    EXPECT_EQ(arena->memory_stats(true).high_water, 0);
+  }
+  // What the arena has learnt about its size is not forgotten.
+  arena->trim();
+  EXPECT_GE(arena->memory_stats().capacity, 3 * one);
 }
 
 TEST_F(CudaArena, HandleOutlivesTheArena) {

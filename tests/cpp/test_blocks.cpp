@@ -65,7 +65,8 @@ void expect_same_training(const Function& ours, const Function& dense, const std
     EXPECT_TRUE(same_bits(got[i], expected[i])) << (i ? "gradient of argument " + std::to_string(i - 1) : "output");
 }
 
-// torch::linear, as F.linear in Python: torch::nn::functional::linear adds the bias in a step of its own, unless x is a matrix.
+// torch::linear, as F.linear in Python: torch::nn::functional::linear adds the bias in a step of its own, unless x is a
+// matrix.
 Tensor dense_linear(const std::vector<Tensor>& t, bool squared) {
   Tensor a = torch::relu(t[0]);
   if (squared) a = a.square();
@@ -81,15 +82,20 @@ TEST_P(Blocks, EqualTheDenseFormulas) {
       for (bool bias : {true, false}) {
         SCOPED_TRACE(::testing::Message() << type << " " << codec << " bias " << bias);
         const Tensor b1 = bias ? randn({356}, type, 0.5) : Tensor(), b2 = bias ? randn({20}, type, 0.5) : Tensor();
-        const std::vector<Tensor> ffn = {randn({7, 10, 24}, type), randn({356, 24}, type, 0.2), b1, randn({20, 356}, type, 0.05), b2};
+        const std::vector<Tensor> ffn = {randn({7, 10, 24}, type), randn({356, 24}, type, 0.2), b1,
+                                         randn({20, 356}, type, 0.05), b2};
         const std::vector<Tensor> linear = {randn({70, 356}, type), ffn[3], b2};
         expect_same_training(
-            [&](const auto& t) { return bitsparse::relu_squared_ffn(t[0], t[1], optional(t[2]), t[3], optional(t[4]), codec); },
+            [&](const auto& t) {
+              return bitsparse::relu_squared_ffn(t[0], t[1], optional(t[2]), t[3], optional(t[4]), codec);
+            },
             [&](const auto& t) { return dense_ffn(t, true); }, ffn);
-        expect_same_training([&](const auto& t) { return bitsparse::relu_ffn(t[0], t[1], optional(t[2]), t[3], optional(t[4]), codec); },
-                             [&](const auto& t) { return dense_ffn(t, false); }, ffn);
-        expect_same_training([&](const auto& t) { return bitsparse::relu_squared_linear(t[0], t[1], optional(t[2]), codec); },
-                             [&](const auto& t) { return dense_linear(t, true); }, linear);
+        expect_same_training(
+            [&](const auto& t) { return bitsparse::relu_ffn(t[0], t[1], optional(t[2]), t[3], optional(t[4]), codec); },
+            [&](const auto& t) { return dense_ffn(t, false); }, ffn);
+        expect_same_training(
+            [&](const auto& t) { return bitsparse::relu_squared_linear(t[0], t[1], optional(t[2]), codec); },
+            [&](const auto& t) { return dense_linear(t, true); }, linear);
         expect_same_training([&](const auto& t) { return bitsparse::relu_linear(t[0], t[1], optional(t[2]), codec); },
                              [&](const auto& t) { return dense_linear(t, false); }, linear);
       }
@@ -100,9 +106,10 @@ TEST_P(Blocks, EqualTheDenseFormulas) {
 TEST_P(Blocks, TokensFromNoneToMany) {
   for (std::int64_t tokens : {0, 1, 3, 1000}) {
     SCOPED_TRACE(tokens);
-    expect_same_training([](const auto& t) { return bitsparse::relu_squared_ffn(t[0], t[1], t[2], t[3], t[4]); },
-                         [](const auto& t) { return dense_ffn(t, true); },
-                         {randn({tokens, 16}), randn({64, 16}, torch::kFloat, 0.25), randn({64}), randn({16, 64}), randn({16})});
+    expect_same_training(
+        [](const auto& t) { return bitsparse::relu_squared_ffn(t[0], t[1], t[2], t[3], t[4]); },
+        [](const auto& t) { return dense_ffn(t, true); },
+        {randn({tokens, 16}), randn({64, 16}, torch::kFloat, 0.25), randn({64}), randn({16, 64}), randn({16})});
   }
 }
 
@@ -173,7 +180,8 @@ TEST_P(Blocks, ErrorsNameTheArgument) {
             "bitsparse::relu_linear: expected h to have at least 1 dimension, got a scalar");
   EXPECT_EQ(value_error([&] { relu_squared_ffn(x, w1, b1, w2, b2, "zip"); }),
             "bitsparse: expected codec to be 'raw', 'signless' or 'tight', got 'zip'");
-  EXPECT_EQ(value_error([] { bitsparse::nn::ReLUSquaredFFN(0); }), "bitsparse: ReLUSquaredFFN: expected d_model > 0, got 0");
+  EXPECT_EQ(value_error([] { bitsparse::nn::ReLUSquaredFFN(0); }),
+            "bitsparse: ReLUSquaredFFN: expected d_model > 0, got 0");
   EXPECT_EQ(value_error([] { bitsparse::nn::ReLUSquaredFFN(bitsparse::nn::ReLUSquaredFFNOptions(8).codec("zip")); }),
             "bitsparse: expected codec to be 'raw', 'signless' or 'tight', got 'zip'");
 }
@@ -231,7 +239,8 @@ TEST_P(Blocks, ModuleOptions) {
   EXPECT_EQ(ffn->proj->weight.sizes(), torch::IntArrayRef({8, 24}));
   std::ostringstream text;
   text << ffn;
-  EXPECT_NE(text.str().find("bitsparse::nn::ReLUSquaredFFN(d_model=8, d_ff=24, bias=false, codec=raw)"), std::string::npos)
+  EXPECT_NE(text.str().find("bitsparse::nn::ReLUSquaredFFN(d_model=8, d_ff=24, bias=false, codec=raw)"),
+            std::string::npos)
       << text.str();
   const Tensor x = randn({3, 8}, torch::kBFloat16);
   EXPECT_TRUE(same_bits(ffn(x), dense_ffn({x, ffn->fc->weight, {}, ffn->proj->weight, {}}, true)));
@@ -284,7 +293,8 @@ TEST_P(Blocks, PackedTensorsAreExact) {
         for (bool validated : {false, true}) EXPECT_TRUE(same_bits(bitsparse::unpack(packed, {n}, type, validated), t));
         EXPECT_TRUE(same_bits(bitsparse::unpack(packed.cpu(), {n}, type), host));
       }
-      const Tensor positive = bitsparse::unpack(bitsparse::pack(t, "tight", "positive"), {n}, type).cpu().to(torch::kFloat);
+      const Tensor positive =
+          bitsparse::unpack(bitsparse::pack(t, "tight", "positive"), {n}, type).cpu().to(torch::kFloat);
       const Tensor values = host.to(torch::kFloat);
       EXPECT_TRUE(same_bits(positive, values.masked_fill(values.le(0), 0.0)));
     }

@@ -174,15 +174,11 @@ TEST(Sizing, HighWaterMark) {
   sizing.note_high_water(4);
   EXPECT_EQ(sizing.high_water(), 9);
   EXPECT_EQ(sizing.steady_pages(), 9);
-  sizing.reset_high_water();
-  EXPECT_EQ(sizing.high_water(), 0);
-  sizing.note_high_water(4);
-  EXPECT_EQ(sizing.high_water(), 4);
 }
 
-// Random work on three streams against a model that knows what each stream still has to run. A stream runs its work in order,
-// and streams run in any order to one another: so what is in use at the most is, stream by stream, the most after any number of
-// the stream's next operations. The host sees sizes and ends of leases late and in any order.
+// Random work on three streams against a model that knows what each stream still has to run. A stream runs its work in
+// order, and streams run in any order to one another: so what is in use at the most is, stream by stream, the most
+// after any number of the stream's next operations. The host sees sizes and ends of leases late and in any order.
 class Machine {
  public:
   explicit Machine(std::uint64_t seed) : rng_(seed) {}
@@ -199,18 +195,11 @@ class Machine {
           if (static_cast<int>(leases_.size()) < most) start();
           break;
         case 2:
-        case 3:
-          drop(static_cast<int>(leases_.size()) >= most && pick(4) == 0);
-          break;
+        case 3: drop(static_cast<int>(leases_.size()) >= most && pick(4) == 0); break;
         case 4:
-        case 5:
-          advance();
-          break;
-        case 6:
-          poll();
-          break;
-        default:
-          rare();
+        case 5: advance(); break;
+        case 6: poll(); break;
+        default: rare();
       }
       check_counts();
     }
@@ -294,8 +283,7 @@ class Machine {
     KindState& state = kinds_[kind];
     ASSERT_EQ(demand.may_wait, !state.completed_step);
     ASSERT_GE(sizing_.worst_case_demand(worst, &kStreams[stream]), most_with(worst, stream, worst_of));
-    worst_case_capacity_ =
-        std::max(worst_case_capacity_, sizing_.worst_case_demand(worst, &kStreams[stream]));
+    worst_case_capacity_ = std::max(worst_case_capacity_, sizing_.worst_case_demand(worst, &kStreams[stream]));
     if (demand.may_wait) {
       ASSERT_GE(demand.pages, most_with(worst, stream, size_of));
       while (waits_ && demand.pages > capacity_ && wait_for_oldest()) {
@@ -393,7 +381,7 @@ class Machine {
   }
 
   void rare() {
-    switch (pick(6)) {
+    switch (pick(5)) {
       case 0:
         if (const auto id = any([](const Lease& l) { return l.pinned; })) {
           sizing_.unpin(id);
@@ -405,19 +393,13 @@ class Machine {
         sizing_.note_high_water(high_water_);
         sizing_.note_high_water(high_water_ / 2);
         break;
-      case 2:
-        if (pick(20) == 0) {
-          high_water_ = 0;
-          sizing_.reset_high_water();
-        }
-        break;
-      case 3: {
+      case 2: {
         const bool due = trim_due_ && live() == 0;
         ASSERT_EQ(sizing_.take_trim_due(), due);
         if (due) trim_due_ = false;
         break;
       }
-      case 4:
+      case 3:
         if (pick(10) == 0) drop(true);
         break;
       default:
