@@ -55,7 +55,9 @@ void Sizing::finish(LeaseId id, std::int64_t pages) {
   Entry& entry = leases_.at(id);
   if (entry.pages < 0) known_pages_ += pages;
   entry.pages = pages;
-  Seen& seen = seen_[entry.kind];
+  const auto found = seen_.find(entry.kind);
+  if (found == seen_.end()) return;  // forgotten meanwhile
+  Seen& seen = found->second;
   seen.most_pages = std::max(seen.most_pages, pages);
   if (seen.last_pages.size() <= entry.position) seen.last_pages.resize(entry.position + 1, 0);
   seen.last_pages[entry.position] = pages;

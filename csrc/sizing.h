@@ -51,7 +51,6 @@ class Sizing {
   // Capacity for steady state, in pages.
   std::int64_t steady_pages() const;
   void note_high_water(std::int64_t pages);
-  void reset_high_water() { high_water_ = 0; }
 
   std::int64_t live() const { return live_; }
   std::int64_t high_water() const { return high_water_; }

@@ -57,7 +57,7 @@ class CudaArena final : public Arena {
   void ensure_capacity(Sizing::Kind kind, std::int64_t worst, CUDAStream stream, bool capturing);
   void grow(std::int64_t pages, CUDAStream stream);
   bool wait_for_oldest_unfinished();
-  void trim_to(std::int64_t pages, CUDAStream stream);
+  void trim_to_high_water(CUDAStream stream);
   void poll();
   void adopt_orphans();
   void enqueue_release(LeaseSlot& slot);
@@ -180,17 +180,20 @@ bool CudaArena::wait_for_oldest_unfinished() {
 void CudaArena::ensure_capacity(Sizing::Kind kind, std::int64_t worst, CUDAStream stream, bool capturing) {
   if (fixed()) return;
   if (!capturing && sizing_.take_trim_due() && !options_.worst_case && !options_.density_bound) {
-    trim_to(sizing_.steady_pages(), stream);
+    trim_to_high_water(stream);
     pages_.add_spill_region(stream);
   }
+  // A replay is not ordered after what the capturing stream did before: when capturing, count as if on a stream of its
+  // own.
+  const Sizing::StreamId order = capturing ? static_cast<Sizing::StreamId>(this) : stream.stream();
   std::int64_t pages;
   if (options_.worst_case || options_.density_bound) {
-    pages = sizing_.worst_case_demand(worst, stream.stream());
+    pages = sizing_.worst_case_demand(worst, order);
   } else {
-    Sizing::Demand demand = sizing_.demand(kind, worst, stream.stream());
-    if (demand.may_wait && capturing) demand = {sizing_.worst_case_demand(worst, stream.stream()), false};
+    Sizing::Demand demand = sizing_.demand(kind, worst, order);
+    if (demand.may_wait && capturing) demand = {sizing_.worst_case_demand(worst, order), false};
     while (demand.may_wait && demand.pages > pages_.capacity_pages() && wait_for_oldest_unfinished())
-      demand = sizing_.demand(kind, worst, stream.stream());
+      demand = sizing_.demand(kind, worst, order);
     pages = demand.pages;
   }
   if (pages <= pages_.capacity_pages()) return;
@@ -214,7 +217,9 @@ LeaseSlot* CudaArena::begin(const LeaseInfo& info, CUDAStream stream) {
   LeaseSlot* slot = nullptr;
   set_up(stream, [&](CUDAStream on) { slot = slots_.take({table, tile_count(dtype, info.numel)}, on); });
   slot->home = stream;
-  slot->prefill = static_cast<std::uint32_t>(sizing_.expected_pages(kind));
+  // Pages taken in advance could be missed by another stream for a moment: only where that costs no tile.
+  const bool may_prefill = !fixed() || pages_.spill_pages() > 0;
+  slot->prefill = may_prefill ? static_cast<std::uint32_t>(std::min(worst, sizing_.expected_pages(kind))) : 0;
   slot->dense_bytes = info.numel * element_bytes(dtype);
   slot->id = sizing_.start(kind, worst, stream.stream());
   if (capture) {
@@ -381,13 +386,14 @@ void CudaArena::raise_failure() {
   throw OutOfArenaMemory(what);
 }
 
-void CudaArena::trim_to(std::int64_t pages, CUDAStream stream) {
+void CudaArena::trim_to_high_water(CUDAStream stream) {
   const auto in_use = [](LeaseSlot* s) { return !s->ending || s->capture || capture_of(*s->home); };
   if (std::any_of(unsettled_.begin(), unsettled_.end(), in_use)) return;
   if (!unsettled_.empty()) ++waits_;
   for (LeaseSlot* slot : unsettled_) check(cudaStreamSynchronize(*slot->home), "waiting for leases to end");
   poll();
   if (!unsettled_.empty()) return;
+  const std::int64_t pages = sizing_.steady_pages();  // now that all of the step is known
   if (pages >= pages_.capacity_pages()) return;
   pages_.rebuild(pages, stream);  // nothing in flight uses a page
 }
@@ -397,7 +403,7 @@ void CudaArena::trim() {
   if (!pages_.pool() || fixed()) return;
   const c10::cuda::CUDAGuard guard(device());
   poll();
-  trim_to(sizing_.steady_pages(), c10::cuda::getCurrentCUDAStream());
+  trim_to_high_water(c10::cuda::getCurrentCUDAStream());
 }
 
 MemoryStats CudaArena::memory_stats(bool synchronize) {
@@ -414,6 +420,7 @@ MemoryStats CudaArena::memory_stats(bool synchronize) {
   }
   stats.capacity = pages_.capacity_pages() * kPageBytes;
   stats.in_use = sizing_.known_pages() * kPageBytes;
+  peak_pages_ = std::max(peak_pages_, sizing_.known_pages());  // kernels report a lease's peak when it ends
   stats.high_water = peak_pages_ * kPageBytes;
   stats.live_leases = sizing_.live();
   for (const LeaseSlot* slot : unsettled_) {

@@ -42,7 +42,13 @@ void PageMemory::reset_pool(CUDAStream stream) {
         "setting up an arena");
 }
 
+void PageMemory::record_growth(CUDAStream stream) {
+  growth_stream_ = stream;
+  growth_event_.record(stream);
+}
+
 void PageMemory::grow(std::int64_t pages, CUDAStream stream) {
+  wait_for_growth(stream);  // who waits for this growth then has all earlier ones
   // The memory may still be in use by earlier work of this stream, so the kernel that offers its pages goes there too.
   c10::DataPtr slab = c10::cuda::CUDACachingAllocator::get()->allocate(pages * kPageBytes);
   check(kernels::push_pages(pool_, reinterpret_cast<std::uint64_t>(slab.get()), static_cast<std::uint32_t>(pages), 0,
@@ -50,8 +56,7 @@ void PageMemory::grow(std::int64_t pages, CUDAStream stream) {
         "growing an arena");
   slabs_.push_back(std::move(slab));
   capacity_pages_ += pages;
-  growth_stream_ = stream;
-  growth_event_.record(stream);
+  record_growth(stream);
 }
 
 void PageMemory::wait_for_growth(CUDAStream stream) {
@@ -67,7 +72,9 @@ void PageMemory::add_spill_region(CUDAStream stream) {
     return;
   }
   spill_pages_ = spill_limit_pages_;
+  wait_for_growth(stream);
   offer_spill_pages(stream);
+  record_growth(stream);
 }
 
 void PageMemory::offer_spill_pages(CUDAStream stream) {

@@ -45,6 +45,7 @@ class PageMemory {
   std::int64_t spill_pages() const { return spill_pages_; }
 
  private:
+  void record_growth(c10::cuda::CUDAStream stream);
   void reset_pool(c10::cuda::CUDAStream stream);
   void offer_spill_pages(c10::cuda::CUDAStream stream);
 

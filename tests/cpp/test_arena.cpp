@@ -576,7 +576,7 @@ TEST_F(CudaArena, PagesWaitForReadersOnOtherStreams) {
 }
 
 // Room that one stream's growth promised is there for the others, although that stream is late.
-TEST_F(CudaArena, DISABLED_StreamsWaitForAllGrowths) {
+TEST_F(CudaArena, StreamsWaitForAllGrowths) {
   const auto dense = [](std::int64_t tiles) { return pre_activation(tiles * kTile, at::kBFloat16, 1.0, 1); };
   const at::Tensor tiny = dense(1).to(gpu()), first = dense(251),
                    second = dense(235);  // worst cases: 1, 16 and 15 pages

@@ -17,9 +17,10 @@ struct ReLUSquaredFFNOptions {
   TORCH_ARG(std::string, codec) = "tight";
 };
 
-// y = relu(fc(x))² through proj: what nn::Linear, relu, square, nn::Linear compute, with the activation kept compressed
-// for backward. Parameters are fc.weight (d_ff, d_model), fc.bias, proj.weight (d_model, d_ff), proj.bias, initialised
-// as the two Linear modules.
+// proj(relu(fc(x))²) with the activation kept compressed for backward. Bit-identical to at::linear, relu, square,
+// at::linear; torch::nn::Linear itself adds the bias in a rounding step of its own where its input is no matrix.
+// Parameters are fc.weight (d_ff, d_model), fc.bias, proj.weight (d_model, d_ff), proj.bias, initialised as the two
+// Linear modules.
 class ReLUSquaredFFNImpl : public torch::nn::Cloneable<ReLUSquaredFFNImpl> {
  public:
   explicit ReLUSquaredFFNImpl(std::int64_t d_model) : ReLUSquaredFFNImpl(ReLUSquaredFFNOptions(d_model)) {}
