@@ -85,7 +85,8 @@ class Arena:
         spill_bytes: the most pinned host memory to use when the arena is full (CUDA). When that is full too,
             compressing fails with OutOfArenaMemory.
 
-    At most one of capacity, density_bound and worst_case may be given.
+    At most one of capacity, density_bound and worst_case may be given. On CPU only capacity has an effect: memory is
+    allocated as it is needed, at its exact size.
 
     Raises:
         ValueError, RuntimeError: contradicting settings or an unusable device; the message names the argument.

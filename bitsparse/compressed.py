@@ -51,6 +51,15 @@ class _Header(NamedTuple):
     reserved_1: int
 
 
+def _check_plain(name: str, t: object) -> None:
+    """Only a tensor with memory of its own can be read: no wrapper subclass, fake, functional or batched tensor."""
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(t).__name__}")
+    plain = type(t) in (Tensor, torch.nn.Parameter) and t.layout == torch.strided
+    if not plain or torch._is_functional_tensor(t) or torch._C._functorch.is_functorch_wrapped_tensor(t):
+        raise TypeError(f"{name}: expected a plain strided tensor, got {type(t).__name__} ({t.layout}) in this context")
+
+
 def _host_bytes(t: Tensor) -> ctypes.Array:
     """The memory of a contiguous CPU byte tensor as a buffer; valid while the tensor is."""
     return (ctypes.c_ubyte * t.numel()).from_address(t.data_ptr()) if t.numel() else (ctypes.c_ubyte * 0)()
@@ -58,6 +67,7 @@ def _host_bytes(t: Tensor) -> ctypes.Array:
 
 def _read_header(packed: Tensor) -> _Header:
     """Checks everything that the header says about itself; the blobs behind it are the decoder's to check."""
+    _check_plain("packed", packed)
     if packed.dtype != torch.uint8 or packed.dim() != 1 or packed.device.type == "meta":
         raise FormatError(
             f"packed: expected a 1-dimensional uint8 tensor with data, got {packed.dtype} of shape "
@@ -65,7 +75,7 @@ def _read_header(packed: Tensor) -> _Header:
         )
     if packed.numel() < _HEADER.size:
         raise FormatError(f"packed: expected at least {_HEADER.size} bytes, got {packed.numel()}")
-    start = packed[: _HEADER.size].cpu()
+    start = packed[: _HEADER.size].cpu().contiguous()
     header = _Header(*_HEADER.unpack_from(_host_bytes(start)))
     if header.magic != _MAGIC:
         raise FormatError(f"packed: expected the mark {_MAGIC!r} at the start, got {header.magic!r}")
@@ -115,7 +125,7 @@ class CompressedTensor:
 
     def __init__(self, packed: Tensor, shape: tuple[int, ...] | torch.Size) -> None:
         self._header = _read_header(packed)
-        self._packed = packed
+        self._packed = packed.contiguous()
         self._shape = torch.Size(shape)
         self._validated = False  # until an encoder of this process or a successful decompress vouches for the bytes
         if min(self._shape, default=0) < 0 or math.prod(self._shape) != self._header.numel:
@@ -169,9 +179,9 @@ class CompressedTensor:
     def decompress(self) -> Tensor:
         """A new contiguous tensor on the same device, equal to the original bit for bit.
 
-        Runs on the current stream. Bytes that did not come from an encoder of this process are validated, so that
-        damaged ones raise RuntimeError rather than decode into something else or touch other memory; on CUDA that
-        happens once, on the host.
+        Runs on the current stream. Bytes that did not come from an encoder of this process are validated: those that are
+        no valid encoding raise RuntimeError and never touch other memory; on CUDA that happens once, on the host. Bytes
+        that damage turned into another valid encoding are found by the checksum of pickle and ``torch.save`` only.
         """
         t = torch.ops.bitsparse.unpack(self._packed, list(self._shape), self.dtype, self._validated)
         self._validated = True
@@ -238,7 +248,7 @@ def compress(t: Tensor, codec: str = "tight", keep: str = "nonzero") -> Compress
     1% and a small constant.
 
     Args:
-        t: BF16, FP16, FP32, FP8 e4m3fn or FP8 e5m2, of any shape, contiguous or not, on CPU or CUDA. Not modified, and
+        t: a strided tensor of BF16, FP16, FP32, FP8 e4m3fn or FP8 e5m2, of any shape, contiguous or not, on CPU or CUDA. Not modified, and
             autograd does not see this.
         codec: how values are stored: "raw" (as they are), "signless" (without the sign bit in blocks that need none),
             "tight" (only the bits that a block of 1024 elements needs).
@@ -252,6 +262,7 @@ def compress(t: Tensor, codec: str = "tight", keep: str = "nonzero") -> Compress
     Raises:
         TypeError, ValueError: an argument is not as above; the message names it, what was expected and what came.
     """
+    _check_plain("t", t)
     with typed_errors():
         packed = torch.ops.bitsparse.pack(t.detach(), codec, keep)
     result = CompressedTensor(packed, t.shape)

@@ -80,7 +80,7 @@ _LAYER_NAMES = (
 
 def _numbered_layers(keys: set[str]) -> list[tuple[str, str]]:
     """The layers of an nn.Sequential: its two children that have parameters, in order."""
-    numbers = sorted({key.split(".")[0] for key in keys if key.split(".")[0].isdigit()}, key=int)
+    numbers = sorted({key.split(".")[0] for key in keys if key.split(".")[0].isdecimal()}, key=int)
     return [(numbers[0], numbers[1])] if len(numbers) == 2 else []
 
 
@@ -128,11 +128,16 @@ def load_dense_state_dict(module: ReLUSquaredFFN | ReLUFFN, state_dict: Mapping[
         prefix: only keys that start with it are looked at, without it. Include the dot.
 
     Raises:
+        TypeError: an argument or a parameter's value is not of the kind above.
         KeyError: no pair of layers, more than one, a bias that one side has and the other lacks, or keys under `prefix`
             that are neither a weight nor a bias of the two layers.
-        ValueError: a shape is not what `module` has.
+        ValueError: a shape is not what `module` has, or there is no data to copy or to overwrite.
     """
-    keys = {key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)}
+    if not isinstance(module, _FFN):
+        raise TypeError(f"module: expected a ReLUSquaredFFN or ReLUFFN, got {type(module).__name__}")
+    if not isinstance(prefix, str):
+        raise TypeError(f"prefix: expected a string, got {type(prefix).__name__}")
+    keys = {key.removeprefix(prefix) for key in state_dict if isinstance(key, str) and key.startswith(prefix)}
     where = f" under prefix {prefix!r}" if prefix else ""
     names, unused = _find_layers(keys, where)
     parameters = dict(module.named_parameters())
@@ -145,6 +150,13 @@ def load_dense_state_dict(module: ReLUSquaredFFN | ReLUFFN, state_dict: Mapping[
     if unused:
         raise KeyError(f"state_dict: expected only two layers{where}, got also {', '.join(sorted(unused))}")
     for name, key in names.items():
+        value = state_dict[prefix + key]
+        if not isinstance(value, Tensor) or value.is_complex():
+            kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
+            raise TypeError(f"{prefix + key}: expected a real tensor, got {kind}")
+        if value.is_meta or parameters[name].is_meta:
+            where_meta = prefix + key if value.is_meta else f"module's {name}"
+            raise ValueError(f"{where_meta}: expected a tensor with data, got one on the meta device")
         expected, got = tuple(parameters[name].shape), tuple(state_dict[prefix + key].shape)
         if expected != got:
             hint = "; it looks transposed" if expected == got[::-1] else ""

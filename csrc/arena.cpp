@@ -99,7 +99,10 @@ std::shared_ptr<Arena> current_arena(c10::Device device) {
   return found == stack.rend() ? default_arena(device) : *found;
 }
 
-void push_arena(std::shared_ptr<Arena> arena) { arena_stack().push_back(std::move(arena)); }
+void push_arena(std::shared_ptr<Arena> arena) {
+  TORCH_CHECK_VALUE(arena, "bitsparse: push_arena: expected arena to be an arena, got null");
+  arena_stack().push_back(std::move(arena));
+}
 
 void pop_arena(const Arena& arena) {
   auto& stack = arena_stack();

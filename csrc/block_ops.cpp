@@ -68,7 +68,8 @@ Gradients linear_backward(at::Tensor grad, const at::Tensor& lease, const at::Te
     g.w2 = linear_weight_gradient(grad, a, w2);
   }
   if (need_h) {
-    const bool column_major = order.size() == 2 && order[0] == 1;
+    // The layout of the activation that forward multiplied: a single element is both row- and column-major.
+    const bool column_major = (order.size() == 2 && order[0] == 1) || (tokens == 1 && d_ff == 1);
     g.h = linear_input_gradient(grad, w2, column_major).reshape_symint(wide);
     ops::activation_gradient_(g.h.permute(order), lease, activation);
   }
@@ -151,11 +152,12 @@ at::Tensor dense_linear(at::Tensor h, const at::Tensor& w2, const OptionalTensor
 
 bool requires_grad(const at::Tensor& t) { return t.requires_grad(); }
 
-// A lease pays where backward needs the activation. A vector has nothing to save and other matrix products; a permuted
-// h of three dimensions with a frozen weight has a batched product in eager mode: both stay dense.
-bool keeps_lease(const at::Tensor& h, const at::Tensor& w2) {
+// A lease pays where backward needs the activation. A vector has nothing to save and other matrix products. With more
+// than two dimensions, eager mode chooses its matrix products and the sum for b2's gradient by the layout of h and b2:
+// other layouts than contiguous stay dense, so as to be equal by construction.
+bool keeps_lease(const at::Tensor& h, const at::Tensor& w2, const OptionalTensor& b2) {
   if (!at::GradMode::is_enabled() || !(requires_grad(h) || requires_grad(w2))) return false;
-  return h.dim() >= 2 && (h.is_contiguous() || h.dim() == 2 || requires_grad(w2));
+  return h.dim() == 2 || (h.dim() > 2 && h.is_contiguous() && (!b2 || b2->is_contiguous()));
 }
 
 template <Activation A>
@@ -163,7 +165,7 @@ at::Tensor linear_autograd(const at::Tensor& h, const at::Tensor& w2, const Opti
                            std::string_view codec) {
   check_linear(A == Activation::relu ? "relu_linear" : "relu_squared_linear", h, w2, b2);
   parse_codec(codec);
-  if (!keeps_lease(h, w2)) return dense_linear(h, w2, b2, A);
+  if (!keeps_lease(h, w2, b2)) return dense_linear(h, w2, b2, A);
   return ActivationLinear::apply(h, w2, b2, std::string(activation_name(A)), std::string(codec), /*overwrite=*/false);
 }
 
@@ -175,7 +177,7 @@ at::Tensor ffn_autograd(const at::Tensor& x, const at::Tensor& w1, const Optiona
   // The first layer is autograd's own: what it saves (x and w1) is what a block of one piece would save, and its
   // gradients are the dense ones by construction.
   at::Tensor h = at::linear(x, w1, b1);
-  if (!keeps_lease(h, w2)) return dense_linear(std::move(h), w2, b2, A);
+  if (!keeps_lease(h, w2, b2)) return dense_linear(std::move(h), w2, b2, A);
   return ActivationLinear::apply(h, w2, b2, std::string(activation_name(A)), std::string(codec), /*overwrite=*/true);
 }
 

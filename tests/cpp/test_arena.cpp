@@ -218,6 +218,8 @@ TEST(CpuArena, ManyThreads) {
 
 // Which arena is current.
 
+TEST(CurrentArena, NullIsNoArena) { EXPECT_THROW(push_arena(nullptr), c10::ValueError); }
+
 TEST(CurrentArena, InnermostGuardOfThisThread) {
   const auto outer = Arena::create(c10::kCPU), inner = Arena::create(c10::kCPU);
   const auto fallback = default_arena(c10::kCPU);

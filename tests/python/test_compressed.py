@@ -218,3 +218,29 @@ def test_header_fields_match_the_format():
     assert (header.magic, header.version, header.dtype, header.block_elements) == (b"BSPT", 1, 1, 1024)
     assert (header.numel, header.kept) == (t.numel(), int((t != 0).sum()))
     assert header.reserved_0 == header.reserved_1 == 0
+
+
+def test_only_plain_tensors_are_read():
+    """Wrappers have no memory to read a header from."""
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    t = torch.ones(6, 8)
+    with pytest.raises(TypeError, match="t: expected a plain strided tensor, got TwoTensor"):
+        bitsparse.compress(TwoTensor(t, t))
+    with pytest.raises(TypeError, match="t: expected a plain strided tensor"):
+        torch.func.functionalize(lambda q: bitsparse.compress(q).decompress())(t)
+    with pytest.raises(TypeError, match="t: expected a tensor, got list"):
+        bitsparse.compress([1.0])
+    packed = bitsparse.compress(t).packed
+    with pytest.raises(TypeError, match="packed: expected a plain strided tensor, got TwoTensor"):
+        bitsparse.CompressedTensor(TwoTensor(packed, packed), (6, 8))
+
+
+def test_packed_bytes_may_be_strided():
+    t = torch.arange(48.0).reshape(6, 8)
+    packed = bitsparse.compress(t).packed
+    spread = torch.zeros(2 * packed.numel(), dtype=torch.uint8)
+    spread[::2] = packed
+    assert torch.equal(bitsparse.CompressedTensor(spread[::2], (6, 8)).decompress(), t)
+    with pytest.raises(bitsparse.FormatError, match=r"got b'\\x00\\x00\\x00\\x00'"):
+        bitsparse.CompressedTensor(torch.zeros(1, dtype=torch.uint8).expand(64), (0,))

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+import torch.nn.functional as F
 from support import (
     CODECS,
     DEVICES,
@@ -230,3 +231,44 @@ def test_a_dozen_steps_of_training(device):
 
     for got, expected in zip(train(bitsparse.relu_squared_ffn), train(dense_ffn), strict=True):
         assert_same_bits(got, expected)
+
+
+@pytest.mark.parametrize("dims", [(1, 0, 2), (0, 2, 1), (2, 1, 0)])
+@pytest.mark.parametrize("name", ["relu_squared_linear", "relu_linear"])
+def test_permuted_pre_activations_of_three_dimensions(device, name, dims):
+    """Eager mode folds such an h into one matrix product only if w2 is trainable, and sums b2's gradient in its order."""
+    inverse = [dims.index(i) for i in range(3)]
+    shape = (5, 4, 256)
+    h = randn(*[shape[i] for i in dims], seed=1, dtype=torch.float32, device=device).permute(inverse)
+    w2 = randn(64, 256, seed=2, dtype=torch.float32, device=device)
+    b2 = randn(64, seed=3, dtype=torch.float32, device=device)
+
+    def dense(h, w2, b2):
+        relu = F.relu(h)
+        return F.linear(relu.square() if name == "relu_squared_linear" else relu, w2, b2)
+
+    def permuted(y):
+        return randn(*[y.shape[i] for i in dims], seed=4, dtype=y.dtype, device=device).permute(inverse)
+
+    for frozen in ((), (1,), (0,)):
+        assert_same_training(getattr(bitsparse, name), dense, [h, w2, b2], permuted, frozen=frozen)
+
+
+def test_bias_that_is_not_contiguous(device):
+    x, w1, b1, w2, _ = ffn_arguments(device, torch.float32, (8, 16))
+    b2 = randn(2 * w2.shape[0], seed=7, dtype=torch.float32, device=device)[::2]
+    assert_same_training(
+        bitsparse.relu_squared_ffn,
+        dense_ffn,
+        [x, w1, b1, w2, b2],
+        lambda y: randn(16, 8, y.shape[-1], seed=8, dtype=y.dtype, device=device).transpose(0, 1),
+    )
+
+
+def test_one_token_of_one_inner_feature(device):
+    for seed in range(40):
+        x, w1 = (randn(1, 9, seed=10 * seed + i, dtype=torch.float32, device=device) for i in (1, 2))
+        b1 = randn(1, seed=10 * seed + 3, dtype=torch.float32, device=device)
+        w2 = randn(33, 1, seed=10 * seed + 4, dtype=torch.float32, device=device)
+        b2 = randn(33, seed=10 * seed + 5, dtype=torch.float32, device=device)
+        assert_same_training(bitsparse.relu_squared_ffn, dense_ffn, [x, w1, b1, w2, b2])

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from support import CODECS, DEVICES, assert_same_bits, dense_ffn, dense_relu_ffn
 from torch import nn
 
+import bitsparse
 from bitsparse.nn import ReLUFFN, ReLUSquaredFFN, load_dense_state_dict
 
 MODULES = {ReLUSquaredFFN: dense_ffn, ReLUFFN: dense_relu_ffn}
@@ -156,3 +157,19 @@ def test_load_errors_change_nothing(state, bias, error, message):
 def test_load_error_names_the_prefix():
     with pytest.raises(KeyError, match=r"two layers under prefix 'h\.1\.'"):
         load_dense_state_dict(ReLUSquaredFFN(8), layers("0", "2", prefix="h.0."), "h.1.")
+
+
+def test_values_that_cannot_be_loaded_change_nothing():
+    module = bitsparse.nn.ReLUSquaredFFN(8)
+    before = {name: p.detach().clone() for name, p in module.named_parameters()}
+    state = {name: torch.zeros_like(p) for name, p in before.items()}
+    load = bitsparse.nn.load_dense_state_dict
+    with pytest.raises(ValueError, match=r"proj.bias: expected a tensor with data, got one on the meta device"):
+        load(module, {**state, "proj.bias": torch.zeros(8, device="meta")})
+    with pytest.raises(TypeError, match=r"fc.bias: expected a real tensor, got torch.complex64"):
+        load(module, {**state, "fc.bias": torch.zeros(32, dtype=torch.complex64)})
+    with pytest.raises(TypeError, match=r"fc.weight: expected a real tensor, got list"):
+        load(module, {**state, "fc.weight": [1.0]})
+    with pytest.raises(TypeError, match=r"module: expected a ReLUSquaredFFN or ReLUFFN, got Linear"):
+        load(torch.nn.Linear(2, 2), state)
+    assert all(torch.equal(p, before[name]) for name, p in module.named_parameters())
