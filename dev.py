@@ -174,6 +174,9 @@ def test(options: argparse.Namespace) -> None:
 
     build_dir, environment = build(options)
     environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin starve the tests beside them
+    # Tests compare runs bit by bit: math libraries must not use fewer threads, and so sum in another order, when it is busy.
+    environment.setdefault("OMP_DYNAMIC", "FALSE")
+    environment.setdefault("MKL_DYNAMIC", "FALSE")
     if options.command == "test-gpu":
         environment["BITSPARSE_REQUIRE_GPU"] = "1"
     junit = {name: build_dir / f"{name}.xml" for name in ("ctest", "pytest")}

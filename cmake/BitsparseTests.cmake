@@ -30,5 +30,5 @@ if(NOT BITSPARSE_PREBUILT)
   set_tests_properties(example_cpp.build PROPERTIES FIXTURES_REQUIRED example_installed FIXTURES_SETUP example_built
                                                     TIMEOUT 900)
   set_tests_properties(example_cpp.run PROPERTIES FIXTURES_REQUIRED example_built TIMEOUT 600
-                                                  ENVIRONMENT OMP_WAIT_POLICY=PASSIVE)
+                                                  ENVIRONMENT "OMP_WAIT_POLICY=PASSIVE;OMP_NUM_THREADS=1")
 endif()

@@ -1,8 +1,5 @@
 // Trains a character model twice, its ReLU² blocks dense and then compressed, on the same batches from the same
 // weights. Every loss and, at the end, every weight must agree to the last bit; the program fails if one does not.
-//
-//   char_model [--data FILE] [--steps N] [--batch N] [--width N] [--blocks N] [--codec NAME] [--device DEVICE] [--seed
-//   N]
 #include <bitsparse/bitsparse.h>
 #include <torch/nn.h>
 #include <torch/optim.h>
@@ -21,6 +18,10 @@ namespace {
 
 constexpr std::int64_t kContext = 16;  // bytes that the next one is predicted from
 constexpr std::int64_t kBytes = 256;
+
+constexpr char kUsage[] =
+    "char_model [--data FILE] [--steps N] [--batch N] [--width N] [--blocks N]\n"
+    "           [--codec raw|signless|tight] [--device cpu|cuda] [--seed N]\n";
 
 struct Settings {
   std::string data = DEFAULT_TEXT;
@@ -162,7 +163,7 @@ Settings parse(int argc, char** argv) {
     } else if (name == "--seed") {
       s.seed = number();
     } else {
-      throw std::runtime_error("unknown option " + name + "; the options are in the first lines of char_model.cpp");
+      throw std::runtime_error("unknown option " + name + "; usage:\n" + kUsage);
     }
   }
   return s;
@@ -205,6 +206,7 @@ int run(const Settings& s) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  if (argc == 2 && std::strcmp(argv[1], "--help") == 0) return std::fputs(kUsage, stdout) < 0;
   try {
     return run(parse(argc, argv));
   } catch (const c10::Error& error) {
