@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import bitsparse
 from benchmarks import data, results, timing
-from benchmarks.options import Reporting, noted_arguments, parser_of
+from benchmarks.options import Reporting, chosen_device, noted_arguments, parser_of
 
 FFN = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Forward = Callable[[Tensor, Sequence[Sequence[Tensor]]], Tensor]
@@ -309,12 +309,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, help="timed steps of each method (default 10, --quick: 3)")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     options = parser.parse_args(arguments)
-    device = torch.device(options.device)
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            parser.error("--device cuda: torch sees no GPU; python -m bitsparse.info says more")
-        torch.cuda.set_device(torch.device(device).index or 0)
-        device = torch.device("cuda", torch.cuda.current_device())
+    device = chosen_device(parser, options.device)
     rounds = options.rounds or (3 if options.quick else 10)
     if rounds < 1:
         parser.error("--rounds: expected at least 1")

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import bitsparse
 from benchmarks import data, results, timing
-from benchmarks.options import Reporting, noted_arguments, parser_of
+from benchmarks.options import Reporting, chosen_device, noted_arguments, parser_of
 from benchmarks.timing import Timing, poison, same_bits
 
 CODECS = ("raw", "signless", "tight")
@@ -268,12 +268,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rounds = options.rounds or (3 if options.quick else 10)
     if min(rows, options.columns, rounds) < 1:
         parser.error("--rows, --columns, --rounds: expected at least 1")
-    device = torch.device(options.device)
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            parser.error("--device cuda: torch sees no GPU; python -m bitsparse.info says more")
-        torch.cuda.set_device(torch.device(device).index or 0)
-        device = torch.device("cuda", torch.cuda.current_device())
+    device = chosen_device(parser, options.device)
     shape = (rows, options.columns)
     result = results.describe("kernels", str(device), noted_arguments(arguments), options.commit)
     bench = Bench(shape, device, rounds, device.type == "cuda" and shape == DEFAULT_SHAPE, result)

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from rich.console import Console
 
 from benchmarks import results, tables
@@ -25,6 +26,17 @@ def parser_of(name: str, description: str | None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--commit", help="what to note as the measured commit (default: git's)")
     return parser
+
+
+def chosen_device(parser: argparse.ArgumentParser, name: str) -> torch.device:
+    """The device that --device names, made current if it is a GPU; ends the program if it can't be used."""
+    device = torch.device(name)
+    if device.type != "cuda":
+        return device
+    if not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees no GPU; python -m bitsparse.info says more")
+    torch.cuda.set_device(device.index or 0)
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def noted_arguments(arguments: Sequence[str]) -> list[str]:

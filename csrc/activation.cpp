@@ -2,15 +2,9 @@
 
 #include <ATen/ops/mul.h>
 #include <ATen/ops/pow.h>
-#include <ATen/ops/relu.h>
 #include <ATen/ops/threshold_backward.h>
 
 namespace bitsparse {
-
-void activate_(at::Tensor& h, Activation activation) {
-  at::relu_(h);
-  activate_relu_(h, activation);
-}
 
 void activate_relu_(at::Tensor& relu, Activation activation) {
   if (activation == Activation::relu_squared) at::pow_out(relu, relu, 2);  // what Tensor.square() is

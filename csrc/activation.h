@@ -7,8 +7,6 @@
 
 namespace bitsparse {
 
-// relu(h) or relu(h)^2, in place.
-void activate_(at::Tensor& h, Activation activation);
 // From relu(h): relu(h)^2 or itself, in place.
 void activate_relu_(at::Tensor& relu, Activation activation);
 // d loss / d h from relu(h) and d loss / d activation, with eager autograd's operations and order of rounding.
