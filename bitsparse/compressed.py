@@ -15,7 +15,7 @@ from bitsparse.arena import typed_errors
 
 # What follows mirrors the packed header of kernels/include/bitsparse/format.h, where the numbers are explained.
 _MAGIC = b"BSPT"
-_FORMAT_VERSION = 1
+_FORMAT_VERSION = 2
 _HEADER = struct.Struct("<4sHBBBBHIQQQQQQ")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2)
 _CODECS = ("raw", "signless", "tight")

@@ -5,68 +5,135 @@
 
 namespace bitsparse {
 
+// What is in use when the request's lease starts: its stream has been through all that came before it.
 template <class PagesOf>
-std::int64_t Sizing::sum(StreamId stream, PagesOf pages_of) const {
+std::int64_t Sizing::sum_at_start(const Request& request, PagesOf pages_of) const {
   std::int64_t pages = 0;
-  for (const auto& [id, entry] : leases_)
-    if (entry.pinned || entry.owned || entry.stream != stream) pages += pages_of(entry);
+  for (const auto& [id, entry] : leases_) {
+    const bool over = !entry.owned && !entry.pinned && entry.stream == request.stream && !request.captured;
+    if (!over && id != request.takes_over) pages += pages_of(entry);
+  }
   return pages;
 }
 
-std::int64_t Sizing::worst_case_demand(std::int64_t worst, StreamId stream) const {
-  return worst + sum(stream, [](const Entry& e) { return e.worst; });
+// The same if ended leases keep their pages until they are taken over.
+template <class PagesOf>
+std::int64_t Sizing::sum_kept(const Request& request, PagesOf pages_of) const {
+  std::int64_t pages = 0;
+  for (const auto& [id, entry] : leases_) {
+    const bool over = entry.flushing && (entry.stream == request.stream || request.captured);
+    if (!over && id != request.takes_over) pages += pages_of(entry);
+  }
+  return pages;
 }
 
-Sizing::Demand Sizing::demand(Kind kind, std::int64_t worst, StreamId stream) const {
-  const auto seen = seen_.find(kind);
-  if (seen == seen_.end() || !seen->second.completed_step)
-    return {worst + sum(stream, [](const Entry& e) { return e.pages >= 0 && !e.pinned ? e.pages : e.worst; }), true};
-  // Steady: what was enough for as many leases, and for each one beyond that the largest seen of this kind.
-  const std::int64_t extra = std::max<std::int64_t>(0, live_ + 1 - most_live_);
-  return {steady_pages() + extra * seen->second.most_pages, false};
+const Sizing::Entry* Sizing::taken_over_by(const Request& request) const {
+  const auto found = leases_.find(request.takes_over);
+  return found == leases_.end() ? nullptr : &found->second;
 }
 
-std::int64_t Sizing::expected_pages(Kind kind) const {
-  const auto seen = seen_.find(kind);
+// A lease holds what it takes over until it knows how much it needs.
+std::int64_t Sizing::worst_of(const Request& request) const {
+  const Entry* before = taken_over_by(request);
+  return std::max(request.worst, before ? before->bound() : 0);
+}
+
+std::int64_t Sizing::expected_of(const Request& request) const {
+  const auto seen = seen_.find(request.kind);
+  if (seen == seen_.end() || seen->second.last_pages.empty()) return request.worst;
   const auto position = static_cast<std::size_t>(live_);
-  if (seen == seen_.end() || position >= seen->second.last_pages.size()) return 0;
-  return seen->second.last_pages[position];
+  const auto& last = seen->second.last_pages;
+  return position < last.size() && last[position] >= 0 ? last[position] : seen->second.most_pages;
 }
 
-Sizing::LeaseId Sizing::start(Kind kind, std::int64_t worst, StreamId stream) {
+std::int64_t Sizing::worst_case_demand(const Request& request) const {
+  return worst_of(request) + sum_at_start(request, [](const Entry& e) { return e.worst; });
+}
+
+Sizing::Demand Sizing::demand(const Request& request) const {
+  const auto seen = seen_.find(request.kind);
+  if (seen == seen_.end() || !seen->second.completed_step)
+    return {worst_of(request) + sum_at_start(request, [](const Entry& e) { return e.bound(); }), true};
+  // Steady: what was enough for as many leases, and for each one beyond that the largest seen of this kind.
+  const std::int64_t extra = std::max<std::int64_t>(0, live_ + 1 - most_live_) * seen->second.most_pages;
+  const auto guess = [](const Entry& e) { return e.guess(); };
+  if (request.captured)  // a replay finds everything else where it is now
+    return {std::max(steady_pages() + extra, with_headroom(expected_of(request) + sum_kept(request, guess))), false};
+  std::int64_t of_graphs = 0;
+  for (const auto& [id, entry] : leases_)
+    if (entry.pinned && !entry.owned) of_graphs += entry.guess();
+  return {with_headroom(high_water_ + of_graphs) + extra, false};
+}
+
+bool Sizing::may_keep(const Request& request, std::int64_t capacity, bool certain) const {
+  if (certain) return worst_of(request) + sum_kept(request, [](const Entry& e) { return e.bound(); }) <= capacity;
+  const auto seen = seen_.find(request.kind);
+  if (seen == seen_.end() || !seen->second.completed_step) return false;
+  const Entry* before = taken_over_by(request);
+  const std::int64_t own = std::max(expected_of(request), before ? before->guess() : 0);
+  return own + sum_kept(request, [](const Entry& e) { return e.guess(); }) <= capacity;
+}
+
+Sizing::LeaseId Sizing::start(const Request& request) {
   if (seen_.size() >= kMostKinds) {
     seen_.clear();
     new_kinds_.clear();
   }
-  if (seen_.emplace(kind, Seen{}).second) new_kinds_.push_back(kind);
-  const LeaseId id = next_++;
   Entry entry{};
-  entry.kind = kind;
-  entry.worst = worst;
-  entry.stream = stream;
+  entry.kind = request.kind;
   entry.position = static_cast<std::size_t>(live_);
+  entry.stream = request.stream;
+  entry.worst = worst_of(request);
+  entry.expected = expected_of(request);
+  entry.pinned = request.captured;
+  if (const auto before = leases_.find(request.takes_over); before != leases_.end()) {
+    taken_over_.emplace(before->first, TakenOver{before->second.kind, before->second.position});
+    count(before->second, -1);
+    leases_.erase(before);
+  }
+  if (seen_.emplace(request.kind, Seen{}).second) new_kinds_.push_back(request.kind);
+  const LeaseId id = next_++;
   leases_.emplace(id, entry);
   ++live_;
   step_most_live_ = std::max(step_most_live_, live_);
   return id;
 }
 
-void Sizing::finish(LeaseId id, std::int64_t pages) {
-  Entry& entry = leases_.at(id);
-  if (entry.pages < 0) known_pages_ += pages;
-  entry.pages = pages;
-  const auto found = seen_.find(entry.kind);
+void Sizing::count(const Entry& entry, std::int64_t sign) {
+  if (entry.pages < 0) return;
+  if (entry.owned) known_pages_ += sign * entry.pages;
+  if (entry.pinned && !entry.owned) graph_pages_ += sign * entry.pages;
+}
+
+template <class Change>
+void Sizing::update(Entry& entry, Change change) {
+  count(entry, -1);
+  change(entry);
+  count(entry, 1);
+}
+
+void Sizing::learn(Kind kind, std::size_t position, std::int64_t pages) {
+  const auto found = seen_.find(kind);
   if (found == seen_.end()) return;  // forgotten meanwhile
   Seen& seen = found->second;
   seen.most_pages = std::max(seen.most_pages, pages);
-  if (seen.last_pages.size() <= entry.position) seen.last_pages.resize(entry.position + 1, 0);
-  seen.last_pages[entry.position] = pages;
+  if (seen.last_pages.size() <= position) seen.last_pages.resize(position + 1, -1);
+  seen.last_pages[position] = pages;
+}
+
+void Sizing::finish(LeaseId id, std::int64_t pages) {
+  if (const auto found = leases_.find(id); found != leases_.end()) {
+    update(found->second, [&](Entry& e) { e.pages = pages; });
+    learn(found->second.kind, found->second.position, pages);
+  } else if (const auto late = taken_over_.find(id); late != taken_over_.end()) {
+    learn(late->second.kind, late->second.position, pages);
+  }
 }
 
 void Sizing::ending(LeaseId id) {
   Entry& entry = leases_.at(id);
   if (!entry.owned) return;
-  entry.owned = false;
+  update(entry, [](Entry& e) { e.owned = false; });
   if (--live_ > 0) return;
   // A step is complete.
   most_live_ = std::max(most_live_, step_most_live_);
@@ -76,14 +143,20 @@ void Sizing::ending(LeaseId id) {
   new_kinds_.clear();
 }
 
+void Sizing::flushing(LeaseId id) { leases_.at(id).flushing = true; }
+
 void Sizing::end(LeaseId id) {
+  taken_over_.erase(id);
   const auto found = leases_.find(id);
-  if (found->second.pages >= 0) known_pages_ -= found->second.pages;
+  if (found == leases_.end()) return;
+  count(found->second, -1);
   leases_.erase(found);
 }
 
-void Sizing::pin(LeaseId id) { leases_.at(id).pinned = true; }
-void Sizing::unpin(LeaseId id) { leases_.at(id).pinned = false; }
+void Sizing::unpin(LeaseId id) {
+  const auto found = leases_.find(id);
+  if (found != leases_.end()) update(found->second, [](Entry& e) { e.pinned = false; });
+}
 
 bool Sizing::take_trim_due() {
   const bool due = trim_due_ && live_ == 0;
@@ -91,10 +164,11 @@ bool Sizing::take_trim_due() {
   return due;
 }
 
-std::int64_t Sizing::steady_pages() const {
-  return static_cast<std::int64_t>(std::ceil(static_cast<double>(high_water_) * headroom_));
+std::int64_t Sizing::with_headroom(std::int64_t pages) const {
+  return static_cast<std::int64_t>(std::ceil(static_cast<double>(pages) * headroom_));
 }
 
-void Sizing::note_high_water(std::int64_t pages) { high_water_ = std::max(high_water_, pages); }
+// The device counts what graphs hold too, but only between replays does the host know how much that is.
+void Sizing::note_high_water(std::int64_t pages) { high_water_ = std::max(high_water_, pages - graph_pages_); }
 
 }  // namespace bitsparse

@@ -10,8 +10,8 @@ __global__ void gather_blobs_kernel(BlobStore from, const std::uint64_t* ordered
                                     std::uint8_t* payload) {
   const std::int64_t tile = (static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / kLanes;
   if (tile >= tiles) return;
-  const Placement blob = find_blob(from, from.tiles[tile]);
-  const std::uint32_t units = entry_size(from.tiles[tile]);
+  std::uint32_t units;
+  const Placement blob = find_blob(from, from.tiles[tile], units);
   uint4* to = reinterpret_cast<uint4*>(payload + entry_offset(ordered_tiles[tile]) * kUnitBytes);
   for (std::uint32_t i = threadIdx.x % kLanes; i < units; i += kLanes) {
     const std::uint8_t* p =

@@ -39,43 +39,50 @@ struct PagePool {
 // What a lease's kernels tell the host, in host-mapped memory.
 struct LeaseRecord {
   std::uint64_t units;          // payload, valid once `finished`
-  std::uint32_t finished;       // every tile of the compress kernel has its place
+  std::uint32_t finished;       // every tile of the compress kernel has its range; its pages may still be coming
   std::uint32_t released;       // pages are back in the pool, control and page table are zero again
   std::uint32_t lost_tiles;     // tiles that found the arena full
-  std::uint32_t spilled_pages;  // pages taken from the spill region
-  std::uint32_t high_water;     // the pool's, in pages, at the time of `finished`
+  std::uint32_t spilled_pages;  // pages that lie in the spill region
+  std::uint32_t high_water;     // the pool's, in pages, at the time of `finished` or `released`
   std::uint32_t reserved;
 };
 
-// A page table entry is the page's address; low bits are free as pages are aligned.
+// A page table entry is the page's address; bits that an address doesn't need tell more. An entry that the next launch
+// must not take as it is, lost or spilled, carries the generation of the launch that wrote it.
+constexpr int kGenerationShift = 60;  // 4 bits
 constexpr std::uint64_t kPageMissing = 0;
-constexpr std::uint64_t kPageLost = 1;      // the pool was empty
-constexpr std::uint64_t kPageSpilled = 2;   // flag: the page belongs to the spill region
-constexpr std::uint64_t kPageOnDemand = 4;  // could not be taken in advance: the tile that needs it first takes it
-constexpr std::uint64_t kPageFlagMask = 15;
+constexpr std::uint64_t kPageLost = 1;     // the pool was empty
+constexpr std::uint64_t kPageSpilled = 2;  // the page belongs to the spill region
+constexpr std::uint64_t kPageFlagMask = std::uint64_t{15} << kGenerationShift | 15;
 
-// A lease's state in device memory, all zero before compress and after release.
+// What outlives a compress kernel beside the page table: the next one on the same memory starts from it, holding the
+// pages. All zero for a lease without pages.
 struct LeaseControl {
-  unsigned long long cursor;  // units reserved | tiles reserved << kCursorTileShift
-  std::uint32_t irregular;    // some page is lost or of the spill region
-  std::uint32_t reserved;
+  unsigned long long cursor;  // units reserved | tiles reserved << kCursorTileShift | generation << kGenerationShift
+  unsigned long long units;   // of the last finished launch: the page table has entries for as many and no others
 };
-constexpr int kCursorTileShift = 40;
+constexpr int kCursorTileShift = 36;  // units: as many bits as a tile entry's offset; tiles: 24 bits
+
+// A lease's tile table entry: where the blob is | size in units << kLeaseSizeShift | kEntryLost. A blob that lies in
+// one page is named by its address, in units, so that readers need no page table; one that crosses into the next page,
+// or was lost, by its offset in the lease, and a flag says so.
+constexpr int kLeaseSizeShift = 45;  // addresses have 49 bits
+constexpr std::uint64_t kLeaseByOffset = std::uint64_t{1} << 62;
 
 // Where the blobs of one compressed tensor are. Two kinds: a lease (pages of a pool) or one contiguous payload.
 struct BlobStore {
   std::uint64_t* tiles;  // one entry a tile
   LeaseControl* control;
-  std::uint64_t* pages;  // page table, zero before compress; null: the payload is contiguous at `payload`
+  std::uint64_t* pages;  // page table, zero where the lease has no page; null: the payload is contiguous at `payload`
   std::uint8_t* payload;
   PagePool* pool;
   LeaseRecord* record;  // device address of host-mapped memory; null: nobody asks
   std::uint32_t page_shift;
-  std::uint32_t prefill;  // pages to take at once when compress starts; what turns out unneeded goes back when it ends
 };
 
 // Reads numel elements once, emits their compressed form, and (unless the epilogue is `none`) writes the activation to
-// `out`, which may be `in` itself. relu and relu_squared need Keep::positive and a 2- or 4-byte dtype.
+// `out`, which may be `in` itself. relu and relu_squared need Keep::positive and a 2- or 4-byte dtype. Pages that
+// `store` still holds from an earlier compress are used again: work that reads them must come before on the stream.
 cudaError_t compress(const void* in, void* out, std::int64_t numel, DType dtype, Codec codec, Keep keep,
                      Epilogue epilogue, const BlobStore& store, cudaStream_t stream);
 
@@ -91,7 +98,7 @@ cudaError_t gradient(void* grad, std::int64_t numel, DType dtype, Codec codec, E
 cudaError_t gather_blobs(const BlobStore& from, const std::uint64_t* ordered_tiles, std::int64_t tiles, void* payload,
                          cudaStream_t stream);
 
-// Ends a lease: pages back to the pool, control and page table zero, `record->released` set.
+// Pages back to the pool, control and page table zero, `record->released` set.
 cudaError_t release(const BlobStore& store, cudaStream_t stream);
 
 // An empty pool whose rings have the given slots (powers of two, zeroed here).

@@ -1,6 +1,5 @@
-// Kernels that keep an arena's pool of pages: set up, add pages, end a lease.
-#include <cub/block/block_scan.cuh>
-
+// Kernels that keep an arena's pool of pages: set up, add pages, take a lease's pages back.
+#include "device/blob_store.cuh"
 #include "device/page_ring.cuh"
 #include "launch.h"
 
@@ -40,61 +39,11 @@ __global__ void push_pages_kernel(PagePool* pool, std::uint64_t first_page, std:
   if (threadIdx.x == 0) atomicAdd(&ring.available, count);
 }
 
-// Puts the pages of this pass that satisfy `mine` into `ring`; returns how many.
-__device__ std::uint32_t return_some(PageRing& ring, std::uint64_t page, bool mine) {
-  using Scan = cub::BlockScan<std::uint32_t, kReleaseThreads>;
-  __shared__ typename Scan::TempStorage scratch;
-  __shared__ std::uint32_t ticket;
-  std::uint32_t rank, count;
-  Scan(scratch).ExclusiveSum(mine ? 1u : 0u, rank, count);
-  if (threadIdx.x == 0 && count) ticket = atomicAdd(&ring.tail, count);
-  __syncthreads();
-  if (mine) put_page(ring, ticket + rank, page);
-  __syncthreads();  // scratch and ticket may be used again
-  return count;
-}
-
 __global__ void __launch_bounds__(kReleaseThreads) release_kernel(BlobStore store) {
-  PagePool& pool = *store.pool;
-  const std::uint64_t units = store.control->cursor & ((1ull << kCursorTileShift) - 1);
-  const std::uint64_t pages = (units + (1ull << store.page_shift) - 1) >> store.page_shift;
-  std::uint32_t device_count = 0, spill_count = 0;
-  if (!store.control->irregular) {
-    __shared__ std::uint32_t ticket;
-    device_count = static_cast<std::uint32_t>(pages);
-    if (threadIdx.x == 0) ticket = atomicAdd(&pool.device_pages.tail, device_count);
-    __syncthreads();
-    for (std::uint32_t i = threadIdx.x; i < device_count; i += kReleaseThreads) {
-      put_page(pool.device_pages, ticket + i, store.pages[i]);
-      store.pages[i] = kPageMissing;
-    }
-  } else {
-    for (std::uint64_t base = 0; base < pages; base += kReleaseThreads) {
-      const std::uint64_t i = base + threadIdx.x;
-      std::uint64_t page = kPageMissing;
-      if (i < pages) {
-        page = store.pages[i];
-        store.pages[i] = kPageMissing;
-      }
-      const bool real = page > kPageFlagMask, spilled = page & kPageSpilled;
-      device_count += return_some(pool.device_pages, page, real && !spilled);
-      spill_count += return_some(pool.spill_pages, page, real && spilled);
-    }
-  }
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    *store.control = LeaseControl{};
-    atomicSub(&pool.in_use, device_count + spill_count);
-    if (device_count) atomicAdd(&pool.device_pages.available, device_count);
-    if (spill_count) atomicAdd(&pool.spill_pages.available, spill_count);
-    if (store.record) {
-      volatile LeaseRecord* record = store.record;
-      record->high_water = *reinterpret_cast<volatile std::uint32_t*>(&pool.high_water);
-      __threadfence_system();
-      record->released = 1;
-    }
-  }
+  return_pages(store.pool, store.pages, 0, pages_of(store.control->units, store.page_shift));
+  if (threadIdx.x != 0) return;
+  *store.control = LeaseControl{};
+  if (store.record) set_record_flag(store, &LeaseRecord::released);
 }
 
 }  // namespace

@@ -20,7 +20,7 @@ inline int read_mask(MaskKind kind, const std::uint8_t* body, int room, std::uin
       std::memcpy(words, body, sizeof words);
       break;
     case MaskKind::two_level:
-      if (kPresenceWords > room) return -kPresenceWords;
+      if (static_cast<int>(kPresenceWords) > room) return -static_cast<int>(kPresenceWords);
       size = stored_two_level_size(body);
       if (size > room) return -size;
       read_two_level(body, words);
@@ -57,7 +57,7 @@ inline void restore_block(const std::uint8_t* codes, int count, int width, std::
 
 template <int Bytes>
 TileError decode_tile(const std::uint8_t* blob, std::uint32_t units, std::uint32_t kept, std::uint32_t elements,
-                      bool rotate, std::uint8_t* out) {
+                      const DecodeRules& rules, std::uint8_t* out) {
   using L = BlockLayout<Bytes>;
   const int blob_words = static_cast<int>(4 * units);
   int words = L::kBlocksPerTile;
@@ -73,6 +73,9 @@ TileError decode_tile(const std::uint8_t* blob, std::uint32_t units, std::uint32
     if (offset != words) return {"body offset in words", b, words, offset};
     if (width < L::kMinWidth) return {"code width, at least", b, L::kMinWidth, width};
     if (width > L::kBits) return {"code width, at most", b, L::kBits, width};
+    if (kind == MaskKind::two_level && !rules.may_be_two_level) {
+      return {"mask kind", b, static_cast<std::int64_t>(MaskKind::flat), static_cast<std::int64_t>(kind)};
+    }
     if (kind == MaskKind::dense && limit < kBlockElements) {
       return {"elements of a dense block", b, kBlockElements, limit};
     }
@@ -98,12 +101,12 @@ TileError decode_tile(const std::uint8_t* blob, std::uint32_t units, std::uint32
     const std::uint8_t* codes = body + 4 * mask_words;
     if (limit < kBlockElements) {
       alignas(64) std::uint8_t whole[kBlockElements * Bytes];
-      restore_block<Bytes>(codes, count, width, L::header_reference(header), rotate, masks, whole);
+      restore_block<Bytes>(codes, count, width, L::header_reference(header), rules.rotate, masks, whole);
       std::memcpy(block, whole, static_cast<std::size_t>(limit) * Bytes);
     } else if (count == 0) {
       std::memset(block, 0, kBlockElements * Bytes);
     } else {
-      restore_block<Bytes>(codes, count, width, L::header_reference(header), rotate, masks, block);
+      restore_block<Bytes>(codes, count, width, L::header_reference(header), rules.rotate, masks, block);
     }
   }
   if ((words + 3) / 4 != static_cast<int>(units)) {

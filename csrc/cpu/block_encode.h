@@ -63,7 +63,7 @@ inline BlockPlan plan_block(const BlockInput<Bytes>& in, const EncodeRules& rule
   }
 
   to_stored_order<Bytes>(masks, words);
-  const int two_level = two_level_size(words);
+  const int two_level = may_be_two_level(rules.codec) ? two_level_size(words) : kFlatMaskWords;
   const MaskKind kind = two_level < kFlatMaskWords ? MaskKind::two_level : MaskKind::flat;
   const int body = (kind == MaskKind::flat ? kFlatMaskWords : two_level) + (kept * width + 31) / 32;
   if (in.full() && body >= kLanes * dense_width) {

@@ -35,26 +35,50 @@ inline void from_stored_order(const std::uint32_t* words, std::uint32_t* masks) 
   }
 }
 
-// Byte b of lane l at 32 b + l.
-inline void mask_bytes(const std::uint32_t* words, std::uint8_t* bytes) {
-  for (int b = 0; b < 4; ++b) {
-    for (int lane = 0; lane < kLanes; ++lane) {
-      bytes[kLanes * b + lane] = static_cast<std::uint8_t>(words[lane] >> (8 * b));
-    }
-  }
+// The lowest bit of every nibble that is not zero.
+inline std::uint32_t nonzero_nibbles(std::uint32_t x) {
+  x |= x >> 1;
+  return (x | x >> 2) & 0x11111111;
+}
+
+// The nibbles of `x` at those bits, side by side, and back.
+inline std::uint32_t collect_nibbles(std::uint32_t x, std::uint32_t nonzero) {
+#if defined(BITSPARSE_BMI2)
+  return _pext_u32(x, nonzero * 15);
+#else
+  std::uint32_t nibbles = 0;
+  for (int at = 0; nonzero; nonzero &= nonzero - 1, at += 4) nibbles |= (x >> __builtin_ctz(nonzero) & 15) << at;
+  return nibbles;
+#endif
+}
+inline std::uint32_t spread_nibbles(std::uint32_t nibbles, std::uint32_t nonzero) {
+#if defined(BITSPARSE_BMI2)
+  return _pdep_u32(nibbles, nonzero * 15);
+#else
+  std::uint32_t x = 0;
+  for (; nonzero; nonzero &= nonzero - 1, nibbles >>= 4) x |= (nibbles & 15) << __builtin_ctz(nonzero);
+  return x;
+#endif
+}
+
+// Bits 0, 4, ..., 28 to bits 0 to 7, and back.
+inline std::uint32_t presence_of(std::uint32_t nonzero) {
+  nonzero = (nonzero | nonzero >> 3) & 0x03030303;
+  nonzero = (nonzero | nonzero >> 6) & 0x000f000f;
+  return (nonzero | nonzero >> 12) & 0xff;
+}
+inline std::uint32_t nibbles_of(std::uint32_t presence) {
+  presence = (presence | presence << 12) & 0x000f000f;
+  presence = (presence | presence << 6) & 0x03030303;
+  return (presence | presence << 3) & 0x11111111;
 }
 
 // Words that the two-level form of a mask takes.
 inline int two_level_size(const std::uint32_t* words) {
-  int present = 0;
-  for (int lane = 0; lane < kLanes; ++lane) {
-    std::uint32_t x = words[lane];  // to bit 0 of each byte: whether it is non-zero
-    x |= x >> 4 & 0x0f0f0f0f;
-    x |= x >> 2 & 0x03030303;
-    x |= x >> 1 & 0x01010101;
-    present += static_cast<int>((x & 0x01010101) * 0x01010101 >> 24);
-  }
-  return kPresenceWords + (present + 3) / 4;
+  std::uint32_t nibbles = 0;
+  for (int lane = 0; lane < kLanes; ++lane)
+    nibbles += static_cast<std::uint32_t>(popcount(nonzero_nibbles(words[lane])));
+  return static_cast<int>(two_level_words(nibbles));
 }
 
 // Returns the mask's words. `out` has kBlobSlack bytes more than that.
@@ -63,37 +87,43 @@ inline int write_mask(const std::uint32_t* words, MaskKind kind, std::uint8_t* o
     std::memcpy(out, words, 4 * kFlatMaskWords);
     return kFlatMaskWords;
   }
-  alignas(64) std::uint8_t bytes[4 * kLanes];
-  mask_bytes(words, bytes);
-  for (int b = 0; b < kPresenceWords; ++b) {
-    std::uint32_t present = 0;
-    for (int lane = 0; lane < kLanes; ++lane) {
-      present |= static_cast<std::uint32_t>(bytes[kLanes * b + lane] != 0) << lane;
-    }
-    store(out + 4 * b, present);
-  }
-  out += 4 * kPresenceWords;
-  const int present = compact_bytes(bytes, out);
-  store(out + present, std::uint32_t{0});
-  return kPresenceWords + (present + 3) / 4;
-}
-
-// The same from the presence words of a stored one.
-inline int stored_two_level_size(const std::uint8_t* in) {
-  int present = 0;
-  for (int b = 0; b < kPresenceWords; ++b) present += popcount(load<std::uint32_t>(in + 4 * b));
-  return kPresenceWords + (present + 3) / 4;
-}
-
-inline void read_two_level(const std::uint8_t* in, std::uint32_t* words) {
-  alignas(64) std::uint8_t bytes[4 * kLanes];
-  const std::uint8_t* next = in + 4 * kPresenceWords;
-  for (int b = 0; b < kPresenceWords; ++b) {
-    next += expand_bytes(next, load<std::uint32_t>(in + 4 * b), bytes + kLanes * b);
-  }
+  std::uint8_t* next = out + 4 * kPresenceWords;
+  std::uint64_t pending = 0;
+  int filled = 0;  // bits of it, less than 32 between lanes
   for (int lane = 0; lane < kLanes; ++lane) {
-    words[lane] = bytes[lane] | bytes[kLanes + lane] << 8 | bytes[2 * kLanes + lane] << 16 |
-                  static_cast<std::uint32_t>(bytes[3 * kLanes + lane]) << 24;
+    const std::uint32_t nonzero = nonzero_nibbles(words[lane]);
+    out[lane] = static_cast<std::uint8_t>(presence_of(nonzero));
+    pending |= static_cast<std::uint64_t>(collect_nibbles(words[lane], nonzero)) << filled;
+    filled += 4 * popcount(nonzero);
+    store(next, static_cast<std::uint32_t>(pending));
+    if (filled >= 32) {
+      next += 4;
+      pending >>= 32;
+      filled -= 32;
+    }
+  }
+  store(next, static_cast<std::uint32_t>(pending));
+  return static_cast<int>(next - out + (filled ? 4 : 0)) / 4;
+}
+
+// The same from the presence bytes of a stored one.
+inline int stored_two_level_size(const std::uint8_t* in) {
+  std::uint32_t nibbles = 0;
+  for (std::uint32_t w = 0; w < kPresenceWords; ++w) {
+    nibbles += static_cast<std::uint32_t>(popcount(load<std::uint32_t>(in + 4 * w)));
+  }
+  return static_cast<int>(two_level_words(nibbles));
+}
+
+// Reads up to 8 bytes past the form.
+inline void read_two_level(const std::uint8_t* in, std::uint32_t* words) {
+  const std::uint8_t* nibbles = in + 4 * kPresenceWords;
+  int read = 0;
+  for (int lane = 0; lane < kLanes; ++lane) {
+    const std::uint32_t nonzero = nibbles_of(in[lane]);
+    const std::uint64_t next = load<std::uint64_t>(nibbles + read / 2) >> (4 * (read & 1));
+    words[lane] = spread_nibbles(static_cast<std::uint32_t>(next), nonzero);
+    read += popcount(nonzero);
   }
 }
 

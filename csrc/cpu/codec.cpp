@@ -108,7 +108,8 @@ constexpr const char* kInvalid = "bitsparse: invalid packed tensor: ";
 void decode(const at::Tensor& packed, const PackedHeader& header, std::uint8_t* out) {
   const auto dtype = static_cast<DType>(header.dtype);
   const Shape shape(dtype, static_cast<std::int64_t>(header.numel));
-  const bool rotate = rotates_sign(static_cast<Codec>(header.codec), static_cast<Keep>(header.keep));
+  const auto codec = static_cast<Codec>(header.codec);
+  const DecodeRules rules{rotates_sign(codec, static_cast<Keep>(header.keep)), may_be_two_level(codec)};
   const TileCodec& tile_codec = cpu::tile_codec(static_cast<int>(shape.element_bytes), current_isa());
   const auto* const data = packed.const_data_ptr<std::uint8_t>();
   const std::uint8_t* const payload = data + packed_payload_offset(shape.tiles);
@@ -146,7 +147,7 @@ void decode(const at::Tensor& packed, const PackedHeader& header, std::uint8_t* 
         blob = padded.get();
       }
       const TileError error = tile_codec.decode(blob, entry_size(entry), entry_count(entry), shape.elements_of(tile),
-                                                rotate, out == nullptr ? nullptr : out + shape.byte_offset(tile));
+                                                rules, out == nullptr ? nullptr : out + shape.byte_offset(tile));
       TORCH_CHECK(error.what == nullptr, kInvalid, "tile ", tile, ", block ", error.block, ": ", error.what,
                   ": expected ", error.expected, ", got ", error.got);
       kept += entry_count(entry);

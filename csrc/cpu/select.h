@@ -1,10 +1,8 @@
 // How the instruction set being compiled picks elements out of a block and puts them back. In masks, bit e of word l
 // stands for the e-th element of lane l.
-//   scan           block -> masks, and the range of the kept patterns
-//   select         block -> masks, and the kept patterns in lane-major order (returns how many)
-//   expand         the inverse: a block with the values where masks has bits, and zero elsewhere
-//   compact_bytes  the non-zero ones of 128 bytes (returns how many)
-//   expand_bytes   the inverse for 32 bytes (returns how many it took)
+//   scan    block -> masks, and the range of the kept patterns
+//   select  block -> masks, and the kept patterns in lane-major order (returns how many)
+//   expand  the inverse: a block with the values where masks has bits, and zero elsewhere
 #pragma once
 
 #if defined(BITSPARSE_AVX512)

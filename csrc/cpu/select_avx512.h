@@ -154,20 +154,4 @@ inline void expand(const Uint<Bytes>* values, const std::uint32_t* masks, std::u
   });
 }
 
-inline int compact_bytes(const std::uint8_t* bytes, std::uint8_t* out) {
-  int n = 0;
-  for (int half = 0; half < 2; ++half) {
-    const __m512i v = _mm512_loadu_si512(bytes + 64 * half);
-    const __mmask64 mask = _mm512_test_epi8_mask(v, v);
-    _mm512_storeu_si512(out + n, _mm512_maskz_compress_epi8(mask, v));
-    n += static_cast<int>(_mm_popcnt_u64(mask));
-  }
-  return n;
-}
-
-inline int expand_bytes(const std::uint8_t* in, std::uint32_t present, std::uint8_t* bytes) {
-  Vector<1>::load(in).expand(present).store(bytes);
-  return popcount(present);
-}
-
 }  // namespace bitsparse::cpu::BITSPARSE_ISA

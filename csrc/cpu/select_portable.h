@@ -100,20 +100,4 @@ inline void expand(const Uint<Bytes>* values, const std::uint32_t* masks, std::u
   from_lanes<Bytes>(lanes, block);
 }
 
-inline int compact_bytes(const std::uint8_t* bytes, std::uint8_t* out) {
-  int n = 0;
-  for (int i = 0; i < 4 * kLanes; ++i) {
-    out[n] = bytes[i];
-    n += bytes[i] != 0;
-  }
-  return n;
-}
-
-inline int expand_bytes(const std::uint8_t* in, std::uint32_t present, std::uint8_t* bytes) {
-  std::memset(bytes, 0, kLanes);
-  int n = 0;
-  for (; present; present &= present - 1) bytes[__builtin_ctz(present)] = in[n++];
-  return n;
-}
-
 }  // namespace bitsparse::cpu::BITSPARSE_ISA

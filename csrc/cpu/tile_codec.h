@@ -22,6 +22,11 @@ struct EncodeRules {
   std::uint32_t threshold;  // an element is kept when it is > 0 as a signed integer or > threshold as an unsigned one
 };
 
+struct DecodeRules {
+  bool rotate;            // rotates_sign(codec, keep)
+  bool may_be_two_level;  // bitsparse::may_be_two_level(codec)
+};
+
 EncodeRules encode_rules(DType dtype, Codec codec, Keep keep);
 
 // Why a tile was refused; `what` is null when it was not.
@@ -47,7 +52,7 @@ struct TileCodec {
   // Decodes a blob of `units` units. Trusts nothing in it: reads at most kBlobSlack bytes past its end and writes
   // exactly `elements` elements. With a null `out` it only checks.
   TileError (*decode)(const std::uint8_t* blob, std::uint32_t units, std::uint32_t kept, std::uint32_t elements,
-                      bool rotate, std::uint8_t* out);
+                      const DecodeRules& rules, std::uint8_t* out);
 };
 
 enum class Isa : int { portable = 0, avx2 = 1, avx512 = 2 };

@@ -7,8 +7,10 @@
 
 namespace bitsparse::cuda {
 
+using CaptureId = unsigned long long;
+
 struct Capture {
-  unsigned long long id = 0;  // 0: not capturing
+  CaptureId id = 0;  // 0: not capturing
   cudaGraph_t graph = nullptr;
   explicit operator bool() const { return id != 0; }
 };

@@ -6,19 +6,19 @@ namespace bitsparse::cuda {
 namespace {
 
 struct Owned {
-  LeaseSlot* slot;
-  std::shared_ptr<OrphanedSlots> orphans;
+  LeaseState* lease;
+  std::shared_ptr<OrphanedLeases> orphans;
 };
 
 void CUDART_CB graph_destroyed(void* data) {
   std::unique_ptr<Owned> owned(static_cast<Owned*>(data));
-  owned->orphans->add(owned->slot);
+  owned->orphans->add(owned->lease);
 }
 
 }  // namespace
 
-void own_by_graph(cudaGraph_t graph, LeaseSlot* slot, std::shared_ptr<OrphanedSlots> orphans) {
-  auto owned = std::make_unique<Owned>(Owned{slot, std::move(orphans)});
+void own_by_graph(cudaGraph_t graph, LeaseState* lease, std::shared_ptr<OrphanedLeases> orphans) {
+  auto owned = std::make_unique<Owned>(Owned{lease, std::move(orphans)});
   cudaUserObject_t object = nullptr;
   check(cudaUserObjectCreate(&object, owned.get(), graph_destroyed, 1, cudaUserObjectNoDestructorSync),
         "cudaUserObjectCreate");

@@ -7,28 +7,28 @@
 #include <mutex>
 #include <vector>
 
-#include "cuda/lease_slot.h"
+#include "cuda/lease_state.h"
 
 namespace bitsparse::cuda {
 
-// Slots whose graph has been destroyed. The graph's callback may not call CUDA, so it leaves them here.
-class OrphanedSlots {
+// Captured leases whose graph has been destroyed. The graph's callback may not call CUDA, so it leaves them here.
+class OrphanedLeases {
  public:
-  void add(LeaseSlot* slot) {
+  void add(LeaseState* lease) {
     std::lock_guard<std::mutex> lock(mutex_);
-    slots_.push_back(slot);
+    leases_.push_back(lease);
   }
-  std::vector<LeaseSlot*> take() {
+  std::vector<LeaseState*> take() {
     std::lock_guard<std::mutex> lock(mutex_);
-    return std::exchange(slots_, {});
+    return std::exchange(leases_, {});
   }
 
  private:
   std::mutex mutex_;
-  std::vector<LeaseSlot*> slots_;
+  std::vector<LeaseState*> leases_;
 };
 
-// Ties `slot` to the life of `graph` and of what is instantiated from it.
-void own_by_graph(cudaGraph_t graph, LeaseSlot* slot, std::shared_ptr<OrphanedSlots> orphans);
+// Ties `lease` to the life of `graph` and of what is instantiated from it.
+void own_by_graph(cudaGraph_t graph, LeaseState* lease, std::shared_ptr<OrphanedLeases> orphans);
 
 }  // namespace bitsparse::cuda

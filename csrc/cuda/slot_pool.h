@@ -1,11 +1,10 @@
-// Lease slots that are free, by size.
+// Lease slots that hold no pages and that nothing on the device uses, by size.
 #pragma once
 
 #include <c10/cuda/CUDAStream.h>
 
 #include <deque>
 #include <map>
-#include <memory>
 #include <vector>
 
 #include "cuda/lease_slot.h"
@@ -14,23 +13,16 @@ namespace bitsparse::cuda {
 
 class SlotPool {
  public:
-  SlotPool() = default;
-  ~SlotPool();
-  SlotPool(const SlotPool&) = delete;
-  SlotPool& operator=(const SlotPool&) = delete;
+  // Few classes, so that slots of tensors of many shapes are used again.
+  static SlotClass class_of(std::int64_t pages, std::int64_t tiles);
 
-  // A free slot with at least these many entries, its record cleared. A new one is zeroed by work on `stream`.
-  LeaseSlot* take(const SlotClass& at_least, c10::cuda::CUDAStream stream);
-  // Only when the device is done with the slot.
-  void give_back(LeaseSlot* slot);
+  // A new slot is zeroed by work on `stream`.
+  LeaseSlot* take(const SlotClass& size, c10::cuda::CUDAStream stream);
+  void give_back(LeaseSlot* slot) { free_[slot->size].push_back(slot); }
 
  private:
-  volatile kernels::LeaseRecord* new_record();
-
   std::deque<LeaseSlot> slots_;  // addresses stay valid
   std::map<SlotClass, std::vector<LeaseSlot*>> free_;
-  std::vector<void*> record_chunks_;  // host-mapped
-  std::size_t records_used_ = 0;
 };
 
 }  // namespace bitsparse::cuda

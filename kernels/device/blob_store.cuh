@@ -3,10 +3,10 @@
 // A lease has an address space of its own, counted in units: a tile reserves the next units with one atomic, and a page
 // table maps the space to pages of the arena. A blob may lie across two pages.
 //
-// Pages come in two ways. The first thread block takes as many as the last tensor of this kind needed, in parallel, and
-// the block that reserves last returns what is too much. Beyond those, the tile that holds a page's first unit takes
-// the page and publishes it, and tiles further into the page wait for the entry. Whoever publishes is a running thread
-// block, so waits end.
+// A compress kernel finds the pages that the last one on the same memory left: a tile usually looks its page up and
+// goes on. Where there is none, the tile that holds the page's first unit takes one and publishes it, and tiles further
+// into the page wait for the entry. Whoever publishes is a running thread block, so waits end. The block that reserves
+// last returns the pages that are not needed this time.
 #pragma once
 
 #include <cstdint>
@@ -26,150 +26,192 @@ struct Placement {
   bool lost;
 };
 
-__device__ __forceinline__ std::uint8_t* page_address(std::uint64_t page) {
-  return reinterpret_cast<std::uint8_t*>(page & ~kPageFlagMask);
+// A tile's range of the lease's units.
+struct Reservation {
+  std::uint64_t offset;
+  std::uint32_t generation;  // of this launch, as in page table entries
+  bool last;                 // all tiles have their ranges now
+};
+
+__device__ __forceinline__ std::uint8_t* page_address(std::uint64_t entry) {
+  return reinterpret_cast<std::uint8_t*>(entry & ~kPageFlagMask);
 }
 
-// Takes a page for the lease and publishes it in the page table. Rare: kept out of line, its registers out of the
-// kernel's budget.
-inline __device__ __noinline__ std::uint64_t take_page(PagePool* pool, LeaseControl* control, LeaseRecord* record,
-                                                       std::uint64_t* page_table_entry) {
-  std::uint64_t page = pop_page(pool->device_pages);
-  if (page == kPageMissing) {
-    control->irregular = 1;
-    page = pop_page(pool->spill_pages);
-    if (page != kPageMissing && record) atomicAdd_system(&record->spilled_pages, 1u);
+// A page of device memory: in use by every launch that finds it, and final within a launch.
+__device__ __forceinline__ bool is_plain_page(std::uint64_t entry) {
+  return entry != kPageMissing && (entry & (kPageLost | kPageSpilled)) == 0;
+}
+
+__device__ __forceinline__ bool is_settled(std::uint64_t entry, std::uint32_t generation) {
+  return is_plain_page(entry) || (entry != kPageMissing && entry >> kGenerationShift == generation);
+}
+
+__device__ __forceinline__ std::uint64_t pages_of(std::uint64_t units, std::uint32_t page_shift) {
+  return (units + (1ull << page_shift) - 1) >> page_shift;
+}
+
+// By the tile that holds the page's first unit, for an entry that is missing or left from an earlier launch as lost or
+// spilled: takes a page, or keeps the spilled one if there is no better, and publishes it.
+inline __device__ std::uint64_t take_page(const BlobStore& store, std::uint64_t index, std::uint32_t generation) {
+  PagePool& pool = *store.pool;
+  std::uint64_t* const entry = &store.pages[index];
+  const std::uint64_t held = load_relaxed(entry);
+  const bool holds_spilled = held & kPageSpilled;
+  std::uint64_t page = pop_page(pool.device_pages);
+  bool is_new = page != kPageMissing;
+  if (is_new) {
+    if (holds_spilled) {
+      push_page(pool.spill_pages, reinterpret_cast<std::uint64_t>(page_address(held)) | kPageSpilled);
+      is_new = false;
+    }
+  } else {
+    if (holds_spilled) {
+      page = reinterpret_cast<std::uint64_t>(page_address(held)) | kPageSpilled;
+    } else {
+      page = pop_page(pool.spill_pages);
+      is_new = page != kPageMissing;
+    }
+    if (page == kPageMissing)
+      page = kPageLost;
+    else if (store.record)
+      atomicAdd_system(&store.record->spilled_pages, 1u);
+    page |= static_cast<std::uint64_t>(generation) << kGenerationShift;
   }
-  if (page == kPageMissing)
-    page = kPageLost;
-  else
-    atomicMax(&pool->high_water, atomicAdd(&pool->in_use, 1u) + 1);
-  store_relaxed(page_table_entry, page);
+  if (is_new) atomicMax(&pool.high_water, atomicAdd(&pool.in_use, 1u) + 1);
+  store_relaxed(entry, page);
   return page;
 }
 
-// For the tile that holds the page's first unit.
-inline __device__ std::uint64_t first_use_of_page(const BlobStore& store, std::uint64_t index) {
-  std::uint64_t page = kPageOnDemand;
-  if (index < store.prefill)
-    while ((page = load_relaxed(&store.pages[index])) == kPageMissing) __nanosleep(20);
-  return page == kPageOnDemand ? take_page(store.pool, store.control, store.record, &store.pages[index]) : page;
+// Rare: kept out of line, its registers out of the kernel's budget.
+inline __device__ __noinline__ std::uint64_t settle_page(const BlobStore& store, std::uint64_t index,
+                                                         std::uint32_t generation, bool first_in_page) {
+  if (first_in_page) return take_page(store, index, generation);
+  std::uint64_t entry;
+  while (!is_settled(entry = load_relaxed(&store.pages[index]), generation)) __nanosleep(20);
+  return entry;
 }
 
-// For tiles further into the page.
-inline __device__ std::uint64_t wait_page(const BlobStore& store, std::uint64_t index) {
-  // An entry changes until it holds a page and never after, so one that does is right even if L1 is what remembers it.
-  std::uint64_t page = *static_cast<const std::uint64_t*>(&store.pages[index]);
-  while (page == kPageMissing || page == kPageOnDemand) {
-    page = load_relaxed(&store.pages[index]);
-    if (page == kPageMissing || page == kPageOnDemand) __nanosleep(20);
+// One load that L1 may answer: what it remembers of a page's entry is right, and any other entry is looked at again.
+__device__ __forceinline__ std::uint64_t find_page(const BlobStore& store, std::uint64_t index,
+                                                   std::uint32_t generation, bool first_in_page) {
+  const std::uint64_t entry = __ldca(reinterpret_cast<const unsigned long long*>(&store.pages[index]));
+  return is_plain_page(entry) ? entry : settle_page(store, index, generation, first_in_page);
+}
+
+// Block-wide: gives the pages of the entries [begin, end) back and clears the entries.
+inline __device__ __noinline__ void return_pages(PagePool* pool, std::uint64_t* table, std::uint64_t begin,
+                                                 std::uint64_t end) {
+  __shared__ std::uint32_t device_count, spill_count, device_ticket, spill_ticket;
+  if (threadIdx.x == 0) device_count = spill_count = 0;
+  __syncthreads();
+  for (std::uint64_t i = begin + threadIdx.x; i < end; i += blockDim.x) {
+    if (is_plain_page(table[i])) atomicAdd(&device_count, 1u);
+    if (table[i] & kPageSpilled) atomicAdd(&spill_count, 1u);
   }
-  return page;
-}
-
-// Block-wide, by the kernel's first thread block: publishes the first `wanted` entries.
-inline __device__ __noinline__ void prefill_pages(PagePool* pool, std::uint64_t* page_table, std::uint32_t wanted) {
-  __shared__ std::uint32_t count, ticket;
+  __syncthreads();
   if (threadIdx.x == 0) {
-    count = take_permits(pool->device_pages, wanted);
-    ticket = atomicAdd(&pool->device_pages.head, count);
-    atomicAdd(&pool->in_use, count);
+    device_ticket = atomicAdd(&pool->device_pages.tail, device_count);
+    spill_ticket = atomicAdd(&pool->spill_pages.tail, spill_count);
   }
   __syncthreads();
-  for (std::uint32_t i = threadIdx.x; i < wanted; i += blockDim.x)
-    store_relaxed(&page_table[i], i < count ? get_page(pool->device_pages, ticket + i) : kPageOnDemand);
-}
-
-// Block-wide, by the thread block that reserved last: no tile will ask for a page at or beyond `used`.
-inline __device__ __noinline__ void return_unused_pages(PagePool* pool, std::uint64_t* page_table, std::uint64_t used,
-                                                        std::uint64_t prefilled) {
-  PageRing& ring = pool->device_pages;
-  __shared__ std::uint32_t count, ticket;
-  if (threadIdx.x == 0) count = 0;
-  __syncthreads();
-  for (std::uint64_t i = used + threadIdx.x; i < prefilled; i += blockDim.x) {
-    std::uint64_t page;
-    while ((page = load_relaxed(&page_table[i])) == kPageMissing) __nanosleep(50);  // the first thread block is at it
-    if (page == kPageOnDemand)
-      page_table[i] = kPageMissing;
-    else
-      atomicAdd(&count, 1u);  // entries of pages come before entries on demand
-  }
-  __syncthreads();
-  if (threadIdx.x == 0) ticket = atomicAdd(&ring.tail, count);
-  __syncthreads();
-  for (std::uint32_t i = threadIdx.x; i < count; i += blockDim.x) {
-    put_page(ring, ticket + i, load_relaxed(&page_table[used + i]));
-    page_table[used + i] = kPageMissing;
+  for (std::uint64_t i = begin + threadIdx.x; i < end; i += blockDim.x) {
+    const std::uint64_t entry = table[i];
+    table[i] = kPageMissing;
+    const auto address = reinterpret_cast<std::uint64_t>(page_address(entry));
+    if (is_plain_page(entry)) put_page(pool->device_pages, atomicAdd(&device_ticket, 1u), address);
+    if (entry & kPageSpilled) put_page(pool->spill_pages, atomicAdd(&spill_ticket, 1u), address | kPageSpilled);
   }
   __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) {
-    atomicSub(&pool->in_use, count);
-    atomicAdd(&ring.available, count);
+    atomicSub(&pool->in_use, device_count + spill_count);
+    if (device_count) atomicAdd(&pool->device_pages.available, device_count);
+    if (spill_count) atomicAdd(&pool->spill_pages.available, spill_count);
   }
 }
 
-// One atomic a tile. `last`: all tiles have their places now.
-__device__ __forceinline__ std::uint64_t reserve_units(const BlobStore& store, std::uint32_t units, std::uint32_t tiles,
-                                                       bool& last) {
-  const unsigned long long before = atomicAdd(&store.control->cursor, units | 1ull << kCursorTileShift);
-  last = (before >> kCursorTileShift) + 1 == tiles;
-  return before & ((1ull << kCursorTileShift) - 1);
+// Writes what the host waits for, then the flag that says so. By one thread.
+__device__ __forceinline__ void set_record_flag(const BlobStore& store, std::uint32_t LeaseRecord::*flag) {
+  volatile LeaseRecord* record = store.record;
+  record->high_water = *reinterpret_cast<volatile std::uint32_t*>(&store.pool->high_water);
+  __threadfence_system();
+  record->*flag = 1;
 }
 
-// Block-wide, by the thread block that reserved last: returns unused pages and tells the host the size.
-inline __device__ __noinline__ void finish_lease(const BlobStore& store, std::uint64_t units) {
-  if (!store.pages) return;
-  const std::uint64_t used = (units + (1ull << store.page_shift) - 1) >> store.page_shift;
-  if (used < store.prefill) return_unused_pages(store.pool, store.pages, used, store.prefill);
+// By one thread of the tile: one atomic, whose result is best left alone until other work is done. At most 2^24 tiles.
+__device__ __forceinline__ std::uint64_t reserve_units(const BlobStore& store, std::uint32_t units) {
+  return atomicAdd(&store.control->cursor, units | 1ull << kCursorTileShift);
+}
+
+__device__ __forceinline__ Reservation reservation_of(std::uint64_t ticket, std::uint32_t tiles) {
+  constexpr int kTileBits = kGenerationShift - kCursorTileShift;
+  const auto tile = static_cast<std::uint32_t>(ticket >> kCursorTileShift) & ((1u << kTileBits) - 1);
+  return {ticket & ((1ull << kCursorTileShift) - 1), static_cast<std::uint32_t>(ticket >> kGenerationShift),
+          tile + 1 == tiles};
+}
+
+// Block-wide, by the thread block that reserved last: makes the control ready for the next launch, returns the pages
+// beyond those that this one uses, and tells the host the size.
+inline __device__ __noinline__ void finish_lease(const BlobStore& store, std::uint64_t total_units) {
+  LeaseControl& control = *store.control;
+  const std::uint64_t held = pages_of(control.units, store.page_shift);
+  __syncthreads();  // everyone has read it
   if (threadIdx.x == 0) {
-    atomicMax(&store.pool->high_water, *reinterpret_cast<volatile std::uint32_t*>(&store.pool->in_use));
+    const unsigned long long cursor = *static_cast<volatile unsigned long long*>(&control.cursor);
+    control.cursor = ((cursor >> kGenerationShift) + 1) << kGenerationShift;
+  }
+  if (!store.pages) return;
+  const std::uint64_t used = pages_of(total_units, store.page_shift);
+  if (used < held) return_pages(store.pool, store.pages, used, held);
+  if (threadIdx.x == 0) {
+    control.units = total_units;
     if (store.record) {
-      volatile LeaseRecord* record = store.record;
-      record->units = units;
-      record->high_water = *reinterpret_cast<volatile std::uint32_t*>(&store.pool->high_water);
-      __threadfence_system();
-      record->finished = 1;
+      static_cast<volatile LeaseRecord*>(store.record)->units = total_units;
+      set_record_flag(store, &LeaseRecord::finished);
     }
   }
 }
 
-// By one thread of the tile: finds the blob's pages and writes the tile's entry. Out of line, as few values of the
-// kernel are alive here and its own would count against the kernel's registers.
-inline __device__ __noinline__ void place_blob(const BlobStore& store, std::uint64_t offset, std::uint32_t units,
-                                               std::uint32_t kept, Placement* where) {
-  const std::uint64_t entry = make_entry(offset, units, kept);
+// By one thread of the tile: finds the blob's pages and writes the tile's entry.
+__device__ __forceinline__ Placement place_blob(const BlobStore& store, const Reservation& reservation,
+                                                std::uint32_t units, std::uint32_t kept) {
+  const std::uint64_t offset = reservation.offset;
   if (!store.pages) {
-    *where = {store.payload + offset * kUnitBytes, nullptr, units, false};
-    store.tiles[blockIdx.x] = entry;
-    return;
+    store.tiles[blockIdx.x] = make_entry(offset, units, kept);
+    return {store.payload + offset * kUnitBytes, nullptr, units, false};
   }
   const std::uint64_t index = offset >> store.page_shift;
   const std::uint32_t page_units = 1u << store.page_shift;
   const std::uint32_t within = static_cast<std::uint32_t>(offset) & (page_units - 1);
   const bool crosses = within + units > page_units;
-  const std::uint64_t next = crosses ? first_use_of_page(store, index + 1) : kPageMissing;
-  const std::uint64_t page = within == 0 ? first_use_of_page(store, index) : wait_page(store, index);
-  const bool lost = page == kPageLost || next == kPageLost;
+  // In this order: others may wait for the next page, and nobody should for two.
+  const std::uint64_t next = crosses ? find_page(store, index + 1, reservation.generation, true) : kPageMissing;
+  const std::uint64_t page = find_page(store, index, reservation.generation, within == 0);
+  const bool lost = (page | next) & kPageLost;
   if (lost && store.record) atomicAdd_system(&store.record->lost_tiles, 1u);
-  *where = {page_address(page) + within * kUnitBytes, page_address(next), crosses ? page_units - within : units, lost};
-  store.tiles[blockIdx.x] = lost ? entry | kEntryLost : entry;
+  std::uint8_t* const first = page_address(page) + within * kUnitBytes;
+  const std::uint64_t at =
+      crosses || lost ? offset | kLeaseByOffset : reinterpret_cast<std::uint64_t>(first) / kUnitBytes;
+  store.tiles[blockIdx.x] = at | static_cast<std::uint64_t>(units) << kLeaseSizeShift | (lost ? kEntryLost : 0);
+  return {first, page_address(next), crosses ? page_units - within : units, lost};
 }
 
-// Where a placed blob is; the page table is complete by now.
-__device__ __forceinline__ Placement find_blob(const BlobStore& store, std::uint64_t entry) {
-  const std::uint64_t offset = entry_offset(entry);
-  const std::uint32_t units = entry_size(entry);
-  if (!store.pages) return {store.payload + offset * kUnitBytes, nullptr, units, false};
-  const std::uint64_t index = offset >> store.page_shift;
+// Where a placed blob is, and its size in units; the page table is complete by now.
+__device__ __forceinline__ Placement find_blob(const BlobStore& store, std::uint64_t entry, std::uint32_t& units) {
+  if (!store.pages) {
+    units = entry_size(entry);
+    return {store.payload + entry_offset(entry) * kUnitBytes, nullptr, units, false};
+  }
+  const std::uint64_t at = entry & ((1ull << kLeaseSizeShift) - 1);
+  units = static_cast<std::uint32_t>(entry >> kLeaseSizeShift) & ((1u << kEntrySizeBits) - 1);
+  const bool lost = entry & kEntryLost;
+  if (!(entry & kLeaseByOffset)) return {reinterpret_cast<std::uint8_t*>(at * kUnitBytes), nullptr, units, lost};
+  const std::uint64_t index = at >> store.page_shift;
   const std::uint32_t page_units = 1u << store.page_shift;
-  const std::uint32_t within = static_cast<std::uint32_t>(offset) & (page_units - 1);
-  const bool crosses = within + units > page_units;
+  const std::uint32_t within = static_cast<std::uint32_t>(at) & (page_units - 1);
   const std::uint64_t page = __ldg(reinterpret_cast<const unsigned long long*>(&store.pages[index]));
-  const std::uint64_t next = crosses ? __ldg(reinterpret_cast<const unsigned long long*>(&store.pages[index + 1])) : 0;
-  return {page_address(page) + within * kUnitBytes, page_address(next), crosses ? page_units - within : units,
-          (entry & kEntryLost) != 0};
+  const std::uint64_t next = __ldg(reinterpret_cast<const unsigned long long*>(&store.pages[index + 1]));
+  return {page_address(page) + within * kUnitBytes, page_address(next), page_units - within, lost};
 }
 
 }  // namespace bitsparse::kernels

@@ -1,7 +1,8 @@
-// Codes: packing a run of slots (whole elements, side by side in shared memory) to `width` bits each, and back.
+// Codes: packing whole elements, side by side, to `width` bits each, and back.
 //
-// One step of a warp takes 8 bytes of slots a lane: 8 / 4 / 2 codes, so 32 to 64 bits, and 32 lanes fill a whole number
-// of words. As a lane never has fewer than 32 bits, a word holds bits of at most two lanes: one shuffle completes it.
+// One step of a warp takes 8 bytes of elements a lane: 8 / 4 / 2 codes, so 32 to 64 bits, and 32 lanes fill a whole
+// number of words. As a lane never has fewer than 32 bits, a word holds bits of at most two lanes: one shuffle
+// completes it.
 #pragma once
 
 #include <cstdint>
@@ -14,25 +15,30 @@ namespace bitsparse::kernels {
 
 template <int Bytes>
 struct Codes {
-  static constexpr int kPerLane = 8 / Bytes;
-  static constexpr int kPerStep = kPerLane * kLanes;
-  static constexpr int kScratchWords =
-      BlockLayout<Bytes>::kBlockWords + 8;  // slots of a block, and what a step reads past them
+  static constexpr std::uint32_t kPerLane = 8 / Bytes;
+  static constexpr std::uint32_t kPerStep = kPerLane * kLanes;
 
-  // The pattern in every slot of a word.
+  // The pattern in every element of a word.
   static __device__ __forceinline__ std::uint32_t repeat(std::uint32_t pattern) {
     if constexpr (Bytes == 1) return pattern * 0x01010101u;
     if constexpr (Bytes == 2) return pattern * 0x00010001u;
     return pattern;
   }
 
+  // What is above the reference, 0 where an element is below it: an exception, or padding.
+  static __device__ __forceinline__ std::uint32_t above(std::uint32_t x, std::uint32_t repeated_reference) {
+    if constexpr (Bytes == 1) return __vsubus4(x, repeated_reference);
+    if constexpr (Bytes == 2) return __vmaxu2(x, repeated_reference) - repeated_reference;
+    return max(x, repeated_reference) - repeated_reference;
+  }
+
   // Closes the gaps between the codes of one word: (4 / Bytes) * width bits.
   static __device__ __forceinline__ std::uint32_t close_gaps(std::uint32_t x, std::uint32_t width) {
     if constexpr (Bytes == 1) {
-      x -= ((x >> 8) & 0x00ff00ffu) * (256u - (1u << width));
-      x -= (x >> 16) * (65536u - (1u << (2 * width)));
+      x += ((x >> 8) & 0x00ff00ffu) * ((1u << width) - 256u);
+      x += (x >> 16) * ((1u << (2 * width)) - 65536u);
     }
-    if constexpr (Bytes == 2) x -= (x >> 16) * (65536u - (1u << width));
+    if constexpr (Bytes == 2) x += (x >> 16) * ((1u << width) - 65536u);
     return x;
   }
   static __device__ __forceinline__ std::uint32_t open_gaps(std::uint32_t x, std::uint32_t width) {
@@ -45,44 +51,50 @@ struct Codes {
     return x;
   }
 
-  // slots[0..count) -> codes of `width` bits at `out`. Slots up to the next multiple of kPerLane hold the reference.
+  // Slots [0..count) less the reference -> codes of `width` bits at `out`. Slots up to the next multiple of kPerLane
+  // are zero.
   static __device__ __forceinline__ void pack(const std::uint32_t* slots, std::uint32_t count, std::uint32_t width,
                                               std::uint32_t reference, std::uint32_t* out, std::uint32_t out_words,
                                               int lane) {
-    const std::uint32_t lane_bits = kPerLane * width, shift = (lane_bits * lane) & 31;
-    const std::uint32_t word_bits = lane_bits / 2;
+    const std::uint32_t lane_bits = kPerLane * width, shift = (lane_bits * lane) & 31, word_bits = lane_bits / 2;
     const bool reaches_third = shift + lane_bits >= 64;
-    const std::uint32_t base = repeat(reference), has_left = lane ? ~0u : 0u;
-    std::uint32_t at = (lane_bits * lane) >> 5;
+    const std::uint32_t base = repeat(reference);
+    const std::uint32_t* const end = out + out_words;
+    std::uint32_t* to = out + ((lane_bits * lane) >> 5);
+    const uint2* from = reinterpret_cast<const uint2*>(slots) + lane;
+#pragma unroll 1
     for (std::uint32_t i = 0; i < count; i += kPerStep) {
-      uint2 s = make_uint2(base, base);
-      if (i + kPerLane * lane < count)
-        s = *reinterpret_cast<const uint2*>(reinterpret_cast<const Slot<Bytes>*>(slots) + i + kPerLane * lane);
-      // No borrow crosses slots, as no kept pattern is below the reference.
-      const std::uint32_t x0 = close_gaps(s.x - base, width), x1 = close_gaps(s.y - base, width);
+      uint2 s = make_uint2(0, 0);
+      if (i + kPerLane * lane < count) s = *from;
+      const std::uint32_t x0 = close_gaps(above(s.x, base), width), x1 = close_gaps(above(s.y, base), width);
       const std::uint32_t low = x0 | shift_left(x1, word_bits), high = shift_right(x1, 32 - word_bits);
       std::uint32_t first = low << shift;
       const std::uint32_t second = __funnelshift_l(low, high, shift), third = __funnelshift_l(high, 0, shift);
-      first |= __shfl_up_sync(~0u, reaches_third ? third : second, 1) & has_left;
-      if (at < out_words) out[at] = first;
-      if (reaches_third && at + 1 < out_words) out[at + 1] = second;
-      at += lane_bits;
+      const std::uint32_t left = __shfl_up_sync(~0u, reaches_third ? third : second, 1);
+      if (lane) first |= left;
+      if (to < end) to[0] = first;
+      if (reaches_third && to + 1 < end) to[1] = second;
+      from += kLanes;
+      to += lane_bits;
     }
   }
 
-  // The inverse. May read up to two words past the codes.
+  // The inverse. May read two words past the codes and write up to the next multiple of kPerLane slots.
   static __device__ __forceinline__ void unpack(const std::uint32_t* in, std::uint32_t count, std::uint32_t width,
                                                 std::uint32_t reference, std::uint32_t* slots, int lane) {
     const std::uint32_t lane_bits = kPerLane * width, shift = (lane_bits * lane) & 31;
     const std::uint32_t word_bits = lane_bits / 2, low_bits = ~0u >> (32 - word_bits);
     const std::uint32_t base = repeat(reference);
-    const std::uint32_t* q = in + ((lane_bits * lane) >> 5);
-    for (std::uint32_t i = kPerLane * lane; i < count; i += kPerStep) {
-      const std::uint32_t low = __funnelshift_r(q[0], q[1], shift), high = __funnelshift_r(q[1], q[2], shift);
+    const std::uint32_t* from = in + ((lane_bits * lane) >> 5);
+    uint2* to = reinterpret_cast<uint2*>(slots) + lane;
+#pragma unroll 1
+    for (int left = static_cast<int>(count) - static_cast<int>(kPerLane) * lane; left > 0; left -= kPerStep) {
+      const std::uint32_t low = __funnelshift_r(from[0], from[1], shift);
+      const std::uint32_t high = __funnelshift_r(from[1], from[2], shift);
       const std::uint32_t x0 = low & low_bits, x1 = __funnelshift_rc(low, high, word_bits) & low_bits;
-      *reinterpret_cast<uint2*>(reinterpret_cast<Slot<Bytes>*>(slots) + i) =
-          make_uint2(open_gaps(x0, width) + base, open_gaps(x1, width) + base);
-      q += lane_bits;
+      *to = make_uint2(open_gaps(x0, width) + base, open_gaps(x1, width) + base);
+      from += lane_bits;
+      to += kLanes;
     }
   }
 };

@@ -1,9 +1,11 @@
-// A block's mask: lane l holds mask word l. Flat and two-level forms in shared memory.
+// A block's mask: lane l of a warp holds mask word l. Flat and two-level forms in shared memory.
 #pragma once
 
 #include <cstdint>
 
 #include "bitsparse/format.h"
+#include "device/bits.cuh"
+#include "device/ptx.cuh"
 
 namespace bitsparse::kernels {
 
@@ -22,47 +24,68 @@ __device__ __forceinline__ bool mask_test(std::uint32_t mask, int j, int k) {
   return mask & (1u << BlockLayout<Bytes>::mask_bit(j * (4 / Bytes) + k));
 }
 
-__device__ __forceinline__ std::uint32_t two_level_words(std::uint32_t nonzero_bytes) {
-  return kPresenceWords + ((nonzero_bytes + 3) >> 2);
+// The lowest bit of every nibble that is not zero.
+__device__ __forceinline__ std::uint32_t nonzero_nibbles(std::uint32_t x) {
+  x |= x >> 1;
+  return (x | x >> 2) & 0x11111111u;
 }
 
-// Words of the two-level form of this warp's mask.
-__device__ __forceinline__ std::uint32_t two_level_words_of(std::uint32_t mask) {
-  std::uint32_t nonzero = 0;
+// Kept elements and mask nibbles that are not zero, of a lane or summed over lanes: side by side in a word, so that one
+// scan of a warp serves both.
+struct MaskCounts {
+  std::uint32_t packed;
+  __device__ __forceinline__ std::uint32_t kept() const { return packed & 0xffff; }
+  __device__ __forceinline__ std::uint32_t nibbles() const { return packed >> 16; }
+};
+
+template <bool Nibbles>
+__device__ __forceinline__ MaskCounts count_mask(std::uint32_t mask) {
+  const std::uint32_t kept = __popc(mask);
+  if constexpr (!Nibbles) return {kept};
+  return {kept + (static_cast<std::uint32_t>(__popc(nonzero_nibbles(mask))) << 16)};
+}
+
+// Warp-wide: the two-level form of `words` words. `before`: nibbles of lower lanes.
+__device__ __forceinline__ void write_two_level(std::uint32_t* out, std::uint32_t words, std::uint32_t mask,
+                                                std::uint32_t before, int lane) {
+  std::uint32_t* nibbles = out + kPresenceWords;
+  if (lane < words - kPresenceWords) nibbles[lane] = 0;
+  const std::uint32_t nonzero = nonzero_nibbles(mask);
+  // Bit 4 i to bit i, by halves.
+  std::uint32_t presence = (nonzero | nonzero >> 3) & 0x03030303u;
+  presence = (presence | presence >> 6) & 0x000f000fu;
+  reinterpret_cast<std::uint8_t*>(out)[lane] = static_cast<std::uint8_t>(presence | presence >> 12);
+  std::uint32_t own = 0;
 #pragma unroll
-  for (int b = 0; b < kPresenceWords; ++b) nonzero += __popc(__ballot_sync(~0u, mask & (0xffu << (8 * b))));
-  return two_level_words(nonzero);
+  for (int i = 7; i >= 0; --i)
+    if (nonzero & (1u << (4 * i))) own = own << 4 | (mask >> (4 * i) & 15);
+  __syncwarp();
+  or_bits(nibbles, kNibbleBits * before, own);
 }
 
-__device__ __forceinline__ void write_two_level(std::uint32_t* out, std::uint32_t mask, int lane) {
-  const std::uint32_t lanes_below = (1u << lane) - 1;
-  std::uint8_t* bytes = reinterpret_cast<std::uint8_t*>(out + kPresenceWords);
-  std::uint32_t written = 0;
-#pragma unroll
-  for (int b = 0; b < kPresenceWords; ++b) {
-    const std::uint32_t byte = (mask >> (8 * b)) & 0xff;
-    const std::uint32_t present = __ballot_sync(~0u, byte != 0);
-    if (byte) bytes[written + __popc(present & lanes_below)] = static_cast<std::uint8_t>(byte);
-    if (lane == b) out[b] = present;
-    written += __popc(present);
-  }
-  if (lane < (-written & 3)) bytes[written + lane] = 0;
+// The inverse of collecting: the lowest nibbles of `x`, one for each presence bit, to the places of those bits. From
+// halves to bytes to nibbles: in each the lower part's nibbles come first, and the rest begins that much higher. What
+// lies beyond them is noise until the presence bits, spread to nibbles, mask it out.
+__device__ __forceinline__ std::uint32_t spread_nibbles(std::uint32_t x, std::uint32_t presence) {
+  const auto bits_of = [&](std::uint32_t part) { return kNibbleBits * __popc(presence & part); };
+  x = __byte_perm(x, x >> bits_of(0x0f), 0x5410);
+  const std::uint32_t byte1 = x >> bits_of(0x03), byte3 = x >> (16 + bits_of(0x30));
+  x = __byte_perm(__byte_perm(x, byte1, 0x0240), byte3, 0x4210);
+  std::uint32_t present = (presence | presence << 12) & 0x000f000fu;
+  present = (present | present << 6) & 0x03030303u;
+  present = ((present | present << 3) & 0x11111111u) * 15;
+  const std::uint32_t low = present & 0x0f0f0f0fu, low_then_high = low << 4;
+  const std::uint32_t high = (x & low_then_high) | (x << 4 & ~low_then_high);
+  return (x & low) | (high & present & 0xf0f0f0f0u);
 }
 
-// Returns the lane's mask word; `words` is the size of the form read.
+// Warp-wide: the lane's mask word; `words` is the size of the form read.
 __device__ __forceinline__ std::uint32_t read_two_level(const std::uint32_t* in, int lane, std::uint32_t& words) {
-  const std::uint32_t lanes_below = (1u << lane) - 1;
-  const std::uint8_t* bytes = reinterpret_cast<const std::uint8_t*>(in + kPresenceWords);
-  std::uint32_t mask = 0, read = 0;
-#pragma unroll
-  for (int b = 0; b < kPresenceWords; ++b) {
-    const std::uint32_t present = in[b];
-    if ((present >> lane) & 1)
-      mask |= static_cast<std::uint32_t>(bytes[read + __popc(present & lanes_below)]) << (8 * b);
-    read += __popc(present);
-  }
-  words = two_level_words(read);
-  return mask;
+  const std::uint32_t presence = reinterpret_cast<const std::uint8_t*>(in)[lane];
+  const std::uint32_t own = __popc(presence), through = warp_inclusive_sum(own);
+  const std::uint32_t nibbles = read_bits(in + kPresenceWords, kNibbleBits * (through - own));
+  words = two_level_words(__shfl_sync(~0u, through, kLanes - 1));
+  return spread_nibbles(nibbles, presence);
 }
 
 }  // namespace bitsparse::kernels

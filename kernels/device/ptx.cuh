@@ -5,12 +5,6 @@
 
 namespace bitsparse::kernels {
 
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-#define BITSPARSE_BULK_COPY 1
-#else
-#define BITSPARSE_BULK_COPY 0
-#endif
-
 __device__ __forceinline__ std::uint32_t shared_address(const void* p) {
   return static_cast<std::uint32_t>(__cvta_generic_to_shared(p));
 }
@@ -60,7 +54,7 @@ __device__ __forceinline__ std::uint32_t warp_inclusive_sum(std::uint32_t x) {
   return x;
 }
 
-#if BITSPARSE_BULK_COPY
+// The bulk copy engine; only where Tuning::kBulkCopy says that there is one.
 __device__ __forceinline__ void bulk_store(void* global, std::uint32_t shared, std::uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(shared), "r"(bytes)
                : "memory");
@@ -97,6 +91,5 @@ __device__ __forceinline__ void barrier_wait(std::uint64_t* barrier) {
           shared_address(barrier))
       : "memory");
 }
-#endif
 
 }  // namespace bitsparse::kernels

@@ -1,4 +1,6 @@
 // The restore kernel: a tile's blob comes into shared memory by one bulk copy, then each warp expands its block.
+//
+// A warp turns codes into whole values, side by side, from where each lane takes its own by its mask.
 // The same kernel applies the gradient: it has the pre-activation's values at hand and multiplies in place.
 #pragma once
 
@@ -29,84 +31,148 @@ struct RestoreConfig {
   using L = BlockLayout<kBytes>;
   static constexpr int kThreads = L::kBlocksPerTile * kLanes;
   static constexpr int kStageWords = (L::kMaxTileWords + 3) / 4 * 4 + 4;  // unpack reads up to two words past the codes
-  static constexpr int kSharedBytes =
-      4 * (kStageWords + (C == Codec::raw ? 0 : L::kBlocksPerTile * Codes<kBytes>::kScratchWords));
+  // `raw` values are read where they are, others unpacked.
+  static constexpr int kScratchWords = C == Codec::raw ? 0 : L::kBlockWords + 8;
+  static constexpr int kSharedBytes = 4 * (kStageWords + L::kBlocksPerTile * kScratchWords);
 };
 
-// The lane's next kept element, if `kept`, else zero.
-template <int Bytes>
-__device__ __forceinline__ std::uint32_t next_slot(const Slot<Bytes>*& p, bool kept) {
+// The element of mask bit `Bit` from shared address `p` on if it is kept, else zero. Predicated, not branched around.
+template <int Bytes, int Bit>
+__device__ __forceinline__ std::uint32_t next_element(std::uint32_t& p, std::uint32_t mask) {
   std::uint32_t x = 0;
-  if (kept) x = *p++;
+#define BITSPARSE_POP(load)                                                                   \
+  asm volatile("{.reg .pred p; .reg .b32 t; and.b32 t, %2, %3; setp.ne.u32 p, t, 0; @p " load \
+               " %0, [%1]; @p add.u32 %1, %1, %4;}"                                           \
+               : "+r"(x), "+r"(p)                                                             \
+               : "r"(mask), "n"(1u << Bit), "n"(Bytes)                                        \
+               : "memory")
+  if constexpr (Bytes == 1) BITSPARSE_POP("ld.shared.u8");
+  if constexpr (Bytes == 2) BITSPARSE_POP("ld.shared.u16");
+  if constexpr (Bytes == 4) BITSPARSE_POP("ld.shared.u32");
+#undef BITSPARSE_POP
   return x;
 }
 
-template <int Bytes>
-__device__ __forceinline__ std::uint32_t next_word(const Slot<Bytes>*& p, std::uint32_t mask, int j) {
-  if constexpr (Bytes == 4) return next_slot<4>(p, mask_test<4>(mask, j, 0));
-  if constexpr (Bytes == 2) {
-    const std::uint32_t low = next_slot<2>(p, mask_test<2>(mask, j, 0));
-    const std::uint32_t high = next_slot<2>(p, mask_test<2>(mask, j, 1));
+// The lane's J-th word.
+template <int Bytes, int J>
+__device__ __forceinline__ std::uint32_t next_word(std::uint32_t& p, std::uint32_t mask) {
+  using L = BlockLayout<Bytes>;
+  constexpr int e = J * (4 / Bytes);
+  if constexpr (Bytes == 4) {
+    return next_element<4, L::mask_bit(e)>(p, mask);
+  } else if constexpr (Bytes == 2) {
+    const std::uint32_t low = next_element<2, L::mask_bit(e)>(p, mask);
+    const std::uint32_t high = next_element<2, L::mask_bit(e + 1)>(p, mask);
     return __byte_perm(low, high, 0x5410);
+  } else {
+    const std::uint32_t b0 = next_element<1, L::mask_bit(e)>(p, mask),
+                        b1 = next_element<1, L::mask_bit(e + 1)>(p, mask);
+    const std::uint32_t b2 = next_element<1, L::mask_bit(e + 2)>(p, mask),
+                        b3 = next_element<1, L::mask_bit(e + 3)>(p, mask);
+    return __byte_perm(__byte_perm(b0, b1, 0x0040), __byte_perm(b2, b3, 0x0040), 0x5410);
   }
-  std::uint32_t word = 0;
-#pragma unroll
-  for (int k = 0; k < 4 / Bytes; ++k) word |= next_slot<Bytes>(p, mask_test<Bytes>(mask, j, k)) << (8 * Bytes * k % 32);
-  return word;
 }
 
-template <class Config, bool Whole>
-__device__ __forceinline__ void restore_tile(void* data, std::int64_t numel, const BlobStore& store) {
-  using L = typename Config::L;
-  constexpr int kBytes = Config::kBytes, kBlocks = L::kBlocksPerTile;
-  constexpr DType D = Config::kDType;
-  constexpr bool kGradient = Config::kOutput == Output::gradient;
-
-  extern __shared__ __align__(128) std::uint32_t shared[];
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  std::uint32_t* stage = shared;
-  std::uint32_t* slots = shared + Config::kStageWords + warp * Codes<kBytes>::kScratchWords;
-
-  __shared__ bool lost;
-#if BITSPARSE_BULK_COPY
-  __shared__ __align__(8) std::uint64_t arrived;
-  if (threadIdx.x == 0) {
-    const std::uint64_t entry = __ldg(reinterpret_cast<const unsigned long long*>(&store.tiles[blockIdx.x]));
-    const Placement from = find_blob(store, entry);
-    const std::uint32_t units = entry_size(entry);
-    lost = from.lost;
-    barrier_init(&arrived);
-    if (!from.lost) {
-      barrier_expect(&arrived, units * kUnitBytes);
-      bulk_load(shared_address(stage), from.first, from.first_units * kUnitBytes, &arrived);
-      if (from.first_units < units)
-        bulk_load(shared_address(stage) + from.first_units * kUnitBytes, from.second,
-                  (units - from.first_units) * kUnitBytes, &arrived);
-    }
+// The lane's elements, chunk by chunk, to `output`.
+template <class Config, int I = 0, class Output>
+__device__ __forceinline__ void expand(std::uint32_t& p, std::uint32_t mask, const Output& output) {
+  if constexpr (I < Config::L::kChunksPerLane) {
+    constexpr int kBytes = Config::kBytes;
+    uint4 chunk;
+    chunk.x = next_word<kBytes, 4 * I>(p, mask);
+    chunk.y = next_word<kBytes, 4 * I + 1>(p, mask);
+    chunk.z = next_word<kBytes, 4 * I + 2>(p, mask);
+    chunk.w = next_word<kBytes, 4 * I + 3>(p, mask);
+    output(I, chunk);
+    expand<Config, I + 1>(p, mask, output);
   }
-#endif
-  const std::int64_t first = (static_cast<std::int64_t>(blockIdx.x) * kBlocks + warp) * kBlockElements;
-  uint4 grad[kGradient ? L::kChunksPerLane : 1];
-  if constexpr (kGradient) load_block<kBytes, Whole, false>(data, first, numel, lane, grad);
-#if BITSPARSE_BULK_COPY
-  __syncthreads();
-  if (!lost) barrier_wait(&arrived);
-#else
-  {
+}
+
+// A tile's blob on its way into shared memory. In two halves, so that a caller's own loads run meanwhile.
+struct BlobLoad {
+  std::uint32_t* stage;
+  bool* lost;              // shared memory: the arena had no room for the tile
+  std::uint64_t* arrived;  // shared memory, a barrier
+
+  __device__ __forceinline__ void start(const BlobStore& store) const {
+    if constexpr (!Target::kBulkCopy) return;
+    if (threadIdx.x != 0) return;
     const std::uint64_t entry = __ldg(reinterpret_cast<const unsigned long long*>(&store.tiles[blockIdx.x]));
-    const Placement from = find_blob(store, entry);
-    if (threadIdx.x == 0) lost = from.lost;
-    if (!from.lost)
-      for (std::uint32_t i = threadIdx.x; i < entry_size(entry); i += Config::kThreads) {
+    barrier_init(arrived);
+    std::uint32_t units;
+    const Placement from = find_blob(store, entry, units);
+    *lost = from.lost;
+    if (from.lost) return;
+    barrier_expect(arrived, units * kUnitBytes);
+    bulk_load(shared_address(stage), from.first, from.first_units * kUnitBytes, arrived);
+    if (from.first_units < units)
+      bulk_load(shared_address(stage) + from.first_units * kUnitBytes, from.second,
+                (units - from.first_units) * kUnitBytes, arrived);
+  }
+
+  // Block-wide. False: the tile is lost.
+  __device__ __forceinline__ bool finish(const BlobStore& store) const {
+    if constexpr (Target::kBulkCopy) {
+      __syncthreads();
+      if (*lost) return false;
+      barrier_wait(arrived);
+    } else {
+      std::uint32_t units;
+      const Placement from =
+          find_blob(store, __ldg(reinterpret_cast<const unsigned long long*>(&store.tiles[blockIdx.x])), units);
+      if (from.lost) return false;
+      for (std::uint32_t i = threadIdx.x; i < units; i += blockDim.x) {
         const std::uint8_t* p =
             i < from.first_units ? from.first + i * kUnitBytes : from.second + (i - from.first_units) * kUnitBytes;
         reinterpret_cast<uint4*>(stage)[i] = *reinterpret_cast<const uint4*>(p);
       }
-    __syncthreads();
+      __syncthreads();
+    }
+    return true;
   }
-#endif
-  if (lost) {  // the arena had no room for this tile: be seen
-    constexpr std::uint32_t nan = Scalar<D>::kNaN;
+};
+
+// What a lane writes of its i-th chunk, given the kept values in their places and zeros elsewhere.
+template <class Config, bool Whole>
+struct ChunkOutput {
+  void* data;
+  std::int64_t first, numel;
+  int lane;
+  const uint4* grad;
+
+  __device__ __forceinline__ void operator()(int i, const uint4& values) const {
+    constexpr DType D = Config::kDType;
+    std::uint32_t words[4] = {values.x, values.y, values.z, values.w};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if constexpr (Config::kRotates) words[j] = unrotate_sign<Config::kBytes>(words[j]);
+      if constexpr (Config::kOutput == Output::activation) words[j] = activate<D, Config::kEpilogue>(words[j]);
+      if constexpr (Config::kOutput == Output::gradient)
+        words[j] =
+            activation_gradient<D, Config::kEpilogue>(words[j], reinterpret_cast<const std::uint32_t*>(grad + i)[j]);
+    }
+    store_chunk<Config::kBytes, Whole, Config::kOutput != Output::gradient>(data, first, numel, lane, i, words);
+  }
+};
+
+template <class Config, bool Whole>
+__device__ __forceinline__ void restore_tile(void* data, std::int64_t numel, const BlobStore& store) {
+  using L = typename Config::L;
+  constexpr int kBytes = Config::kBytes;
+  constexpr bool kGradient = Config::kOutput == Output::gradient;
+
+  extern __shared__ __align__(128) std::uint32_t shared[];
+  __shared__ bool lost;
+  __shared__ __align__(8) std::uint64_t arrived;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  std::uint32_t* stage = shared;
+  const BlobLoad load{stage, &lost, &arrived};
+  load.start(store);
+  const std::int64_t first = (static_cast<std::int64_t>(blockIdx.x) * L::kBlocksPerTile + warp) * kBlockElements;
+  uint4 grad[kGradient ? L::kChunksPerLane : 1];
+  if constexpr (kGradient) load_block<kBytes, Whole, false>(data, first, numel, lane, grad);
+  if (!load.finish(store)) {  // the arena had no room for this tile: be seen
+    constexpr std::uint32_t nan = Scalar<Config::kDType>::kNaN;
 #pragma unroll
     for (int i = 0; i < L::kChunksPerLane; ++i) {
       const std::uint32_t words[4] = {nan, nan, nan, nan};
@@ -115,14 +181,15 @@ __device__ __forceinline__ void restore_tile(void* data, std::int64_t numel, con
     return;
   }
 
+  const ChunkOutput<Config, Whole> output{data, first, numel, lane, grad};
   const std::uint32_t header = stage[warp];
-  const MaskKind kind = L::header_kind(header);
   const std::uint32_t* body = stage + L::header_offset(header);
+  const MaskKind kind = L::header_kind(header);
   std::uint32_t mask = 0, mask_words = 0;
   if (kind == MaskKind::flat) {
     mask = body[lane];
     mask_words = kFlatMaskWords;
-  } else if (kind == MaskKind::two_level) {
+  } else if (may_be_two_level(Config::kCodec) && kind == MaskKind::two_level) {
     mask = read_two_level(body, lane, mask_words);
   } else if (kind == MaskKind::dense) {
     mask = ~0u;
@@ -131,27 +198,14 @@ __device__ __forceinline__ void restore_tile(void* data, std::int64_t numel, con
   const std::uint32_t inclusive = warp_inclusive_sum(lane_kept);
   const std::uint32_t* values = body + mask_words;
   if constexpr (Config::kCodec != Codec::raw) {
-    const std::uint32_t kept = __shfl_sync(~0u, inclusive, 31);
-    Codes<kBytes>::unpack(values, kept, L::header_width(header), L::header_reference(header), slots, lane);
+    const std::uint32_t kept = __shfl_sync(~0u, inclusive, kLanes - 1);
+    std::uint32_t* scratch = shared + Config::kStageWords + warp * Config::kScratchWords;
+    Codes<kBytes>::unpack(values, kept, L::header_width(header), L::header_reference(header), scratch, lane);
     __syncwarp();
-    values = slots;
+    values = scratch;
   }
-
-  const Slot<kBytes>* p = reinterpret_cast<const Slot<kBytes>*>(values) + (inclusive - lane_kept);
-#pragma unroll
-  for (int i = 0; i < L::kChunksPerLane; ++i) {
-    std::uint32_t words[4];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      std::uint32_t x = next_word<kBytes>(p, mask, 4 * i + j);
-      if constexpr (Config::kRotates) x = unrotate_sign<kBytes>(x);
-      if constexpr (Config::kOutput == Output::activation) x = activate<D, Config::kEpilogue>(x);
-      if constexpr (kGradient)
-        x = activation_gradient<D, Config::kEpilogue>(x, reinterpret_cast<const std::uint32_t*>(&grad[i])[j]);
-      words[j] = x;
-    }
-    store_chunk<kBytes, Whole, !kGradient>(data, first, numel, lane, i, words);
-  }
+  std::uint32_t p = shared_address(values) + (inclusive - lane_kept) * kBytes;
+  expand<Config>(p, mask, output);
 }
 
 // Out of line: rare, and not to cost the other tiles a register.
@@ -161,7 +215,7 @@ __device__ __noinline__ void restore_edge_tile(void* data, std::int64_t numel, c
 }
 
 template <class Config>
-__global__ void __launch_bounds__(Config::kThreads, Tuning::restore_blocks(Config::kDType))
+__global__ void __launch_bounds__(Config::kThreads, resident_blocks(Target::kRestore, Config::kDType))
     restore_kernel(void* data, std::int64_t numel, const __grid_constant__ BlobStore store) {
   if (tile_is_whole<Config::kBytes>(data, blockIdx.x, numel))
     restore_tile<Config, true>(data, numel, store);

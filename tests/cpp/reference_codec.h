@@ -142,23 +142,20 @@ inline Block encode_block(const std::vector<std::uint32_t>& elements, const Rule
     dense_width = std::max(min_width, bit_length(high));
   }
 
-  BitWriter presence, bytes;
-  int present = 0;
-  for (int b = 0; b < 4; ++b) {
-    for (int lane = 0; lane < 32; ++lane) {
-      const std::uint32_t byte = words[static_cast<std::size_t>(lane)] >> (8 * b) & 0xff;
-      presence.put(byte != 0, 1);
-      if (byte == 0) continue;
-      bytes.put(byte, 8);
-      ++present;
+  BitWriter presence, nibbles;
+  for (std::uint32_t word : words) {
+    for (int i = 0; i < 8; ++i) {
+      const std::uint32_t nibble = word >> (4 * i) & 15;
+      presence.put(nibble != 0, 1);
+      if (nibble != 0) nibbles.put(nibble, 4);
     }
   }
-  bytes.align(32);
+  nibbles.align(32);
   BitWriter body;
-  block.kind = 4 + (present + 3) / 4 < 32 ? 1 : 0;
+  block.kind = codec != Codec::raw && presence.bytes().size() + nibbles.bytes().size() < 128 ? 1 : 0;
   if (block.kind == 1) {
     for (std::uint8_t byte : presence.bytes()) body.put(byte, 8);
-    for (std::uint8_t byte : bytes.bytes()) body.put(byte, 8);
+    for (std::uint8_t byte : nibbles.bytes()) body.put(byte, 8);
   } else {
     for (std::uint32_t word : words) body.put(word, 32);
   }
@@ -226,7 +223,7 @@ inline Bytes pack(const Bytes& data, DType dtype, Codec codec, Keep keep, Kinds*
     out.put(static_cast<std::uint32_t>(x >> 32), 32);
   };
   for (char c : std::string("BSPT")) out.put(static_cast<std::uint8_t>(c), 8);
-  out.put(1, 16);
+  out.put(2, 16);
   out.put(static_cast<std::uint32_t>(dtype), 8);
   out.put(static_cast<std::uint32_t>(codec), 8);
   out.put(static_cast<std::uint32_t>(keep), 8);
@@ -273,13 +270,13 @@ inline Bytes unpack(const Bytes& packed) {
         for (std::uint32_t& word : words) word = static_cast<std::uint32_t>(bits_at(at, 32)), at += 32;
       } else if (kind == 1) {
         const std::size_t presence = at;
-        std::size_t byte = at + 128;
-        for (std::size_t i = 0; i < 128; ++i) {
+        std::size_t nibble = at + 256;
+        for (std::size_t i = 0; i < 256; ++i) {
           if (!bits_at(presence + i, 1)) continue;
-          words[i % 32] |= static_cast<std::uint32_t>(bits_at(byte, 8)) << (8 * (i / 32));
-          byte += 8;
+          words[i / 8] |= static_cast<std::uint32_t>(bits_at(nibble, 4)) << (4 * (i % 8));
+          nibble += 4;
         }
-        at = presence + (byte - presence + 31) / 32 * 32;
+        at = presence + (nibble - presence + 31) / 32 * 32;
       }
       for (int lane = 0; lane < 32; ++lane) {
         for (int e = 0; e < 32; ++e) {

@@ -24,10 +24,12 @@
 #include "lease.h"
 #ifdef BITSPARSE_WITH_CUDA
 #include <ATen/cuda/CUDAEvent.h>
+#include <ATen/cuda/CUDAGraph.h>
 #include <ATen/cuda/Sleep.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
+#include <c10/util/Exception.h>
 #endif
 
 namespace bitsparse {
@@ -351,7 +353,7 @@ class CudaArena : public GpuTest {};
 using c10::cuda::CUDAStream;
 using c10::cuda::CUDAStreamGuard;
 
-constexpr std::int64_t kPage = 128 << 10;
+constexpr std::int64_t kPage = 512 << 10;
 constexpr std::int64_t kTile = BlockLayout<2>::kTileElements;
 
 c10::Device gpu() { return {c10::kCUDA, 0}; }
@@ -368,6 +370,12 @@ at::Tensor restored_from(const at::Tensor& handle, const at::Tensor& like) {
   const at::Tensor out = poisoned_like(like);
   lease_of(handle).restore(out, Activation::relu);
   return out;
+}
+// What a lease of `there` takes, in bytes of whole pages.
+std::int64_t bytes_of(const at::Tensor& there) {
+  const auto arena = Arena::create(gpu());
+  const at::Tensor handle = compress_copy(*arena, there);
+  return arena->memory_stats(true).in_use;
 }
 void expect_idle(Arena& arena) {
   const MemoryStats stats = arena.memory_stats(true);
@@ -547,13 +555,7 @@ TEST_F(CudaArena, PagesWaitForReadersOnOtherStreams) {
                            pre_activation(1'000'003, at::kBFloat16, 0.3, 2)};
   const at::Tensor relu[2] = {relu_of(h[0]), relu_of(h[1])};
   const at::Tensor there[2] = {h[0].to(gpu()), h[1].to(gpu())};
-  std::int64_t bytes = 0;
-  for (const at::Tensor& t : there) {
-    const auto measured = Arena::create(gpu());
-    const at::Tensor handle = compress_copy(*measured, t);
-    bytes = std::max(bytes, measured->memory_stats(true).in_use);
-  }
-  const auto arena = Arena::create(gpu(), fixed_capacity(bytes));
+  const auto arena = Arena::create(gpu(), fixed_capacity(std::max(bytes_of(there[0]), bytes_of(there[1]))));
   const CUDAStream reader = c10::cuda::getStreamFromPool(false, 0);
   for (int i = 0; i < 6; ++i) {
     at::Tensor handle = compress_copy(*arena, there[i % 2]);
@@ -579,9 +581,11 @@ TEST_F(CudaArena, PagesWaitForReadersOnOtherStreams) {
 
 // Room that one stream's growth promised is there for the others, although that stream is late.
 TEST_F(CudaArena, StreamsWaitForAllGrowths) {
-  const auto dense = [](std::int64_t tiles) { return pre_activation(tiles * kTile, at::kBFloat16, 1.0, 1); };
-  const at::Tensor tiny = dense(1).to(gpu()), first = dense(251),
-                   second = dense(235);  // worst cases: 1, 16 and 15 pages
+  const auto dense = [](std::int64_t worst_pages) {  // all elements kept: needs nearly its worst case
+    const std::int64_t tiles = worst_pages * kPage / kUnitBytes / max_tile_units(DType::bfloat16);
+    return pre_activation(std::max<std::int64_t>(tiles, 1) * kTile, at::kBFloat16, 1.0, 1);
+  };
+  const at::Tensor tiny = dense(0).to(gpu()), first = dense(16), second = dense(15);
   const at::Tensor first_there = first.to(gpu()), second_there = second.to(gpu());
   ArenaOptions options;
   options.worst_case = true;  // otherwise the host waits for sizes before it grows
@@ -627,13 +631,8 @@ std::int64_t lost_tiles(const at::Tensor& got, const at::Tensor& expected) {
 }
 
 TEST_F(CudaArena, FixedCapacities) {
-  const at::Tensor h = pre_activation(1'000'003, at::kBFloat16, 0.3, 1), there = h.to(gpu()), relu = relu_of(h);
-  std::int64_t needed = 0;
-  {
-    const auto arena = Arena::create(gpu());
-    const at::Tensor handle = compress_copy(*arena, there);
-    needed = arena->memory_stats(true).in_use;
-  }
+  const at::Tensor h = pre_activation(4'000'003, at::kBFloat16, 0.3, 1), there = h.to(gpu()), relu = relu_of(h);
+  const std::int64_t needed = bytes_of(there);
   ASSERT_GT(needed, 2 * kPage);
   const std::int64_t tiles = tile_count(DType::bfloat16, h.numel());
   const at::Tensor dense_grad = pre_activation(h.numel(), at::kBFloat16, 0.5, 9);
@@ -684,7 +683,7 @@ TEST_F(CudaArena, FixedCapacities) {
 }
 
 TEST_F(CudaArena, SpilledLeasesAreExact) {
-  const at::Tensor h = pre_activation(1'000'003, at::kBFloat16, 0.3, 1), there = h.to(gpu()), relu = relu_of(h);
+  const at::Tensor h = pre_activation(4'000'003, at::kBFloat16, 0.3, 1), there = h.to(gpu()), relu = relu_of(h);
   for (std::int64_t capacity : {std::int64_t{0}, kPage, 2 * kPage}) {
     const auto arena = Arena::create(gpu(), fixed_capacity(capacity, 8 << 20));
     for (int round = 0; round < 4; ++round) {
@@ -731,9 +730,11 @@ TEST_F(CudaArena, SettlesAfterTwoSteps) {
   for (double density : {0.02, 0.4, 0.1, 0.9, 0.05, 0.2, 0.0, 0.3})
     inputs.push_back(pre_activation(3'000'000, at::kBFloat16, density, 1).to(gpu()));
   const auto arena = Arena::create(gpu());
+  std::int64_t used = 0;
   const auto step = [&] {
     std::vector<at::Tensor> handles;
     for (const at::Tensor& h : inputs) handles.push_back(compress_copy(*arena, h));
+    if (used == 0) used = arena->memory_stats(true).in_use;
     while (!handles.empty()) {
       const at::Tensor out = at::empty_like(inputs[0]);
       lease_of(handles.back()).restore(out, Activation::relu);
@@ -748,8 +749,9 @@ TEST_F(CudaArena, SettlesAfterTwoSteps) {
   EXPECT_EQ(later.growths, settled.growths);
   EXPECT_EQ(later.spilled, 0);
   EXPECT_EQ(later.failures, 0);
-  EXPECT_GE(later.capacity, later.high_water);
-  EXPECT_LE(static_cast<double>(later.capacity), 1.3 * static_cast<double>(later.high_water) + (4 << 20));
+  EXPECT_EQ(later.high_water, used) << "pages of leases that have ended are not held beside those of live ones";
+  EXPECT_GE(later.capacity, used);
+  EXPECT_LE(static_cast<double>(later.capacity), 1.3 * static_cast<double>(used));
   expect_idle(*arena);
 }
 
@@ -767,7 +769,7 @@ TEST_F(CudaArena, TrimGivesMemoryBack) {
   arena->trim();
   const MemoryStats after = arena->memory_stats();
   EXPECT_GE(after.capacity, after.high_water);
-  EXPECT_LE(static_cast<double>(after.capacity), 1.15 * static_cast<double>(after.high_water) + kPage);
+  EXPECT_LE(static_cast<double>(after.capacity), 1.15 * static_cast<double>(after.high_water) + 4 * kPage);
   handle = compress_copy(*arena, there);
   EXPECT_TRUE(same_bits(restored_from(handle, there), relu_of(h)));
   handle.reset();
@@ -814,6 +816,349 @@ TEST_F(CudaArena, HandleOutlivesTheArena) {
   handle.reset();
   EXPECT_FALSE(watched.expired());
   EXPECT_TRUE(same_bits(restored_from(view, there), relu_of(h)));
+}
+
+// What one lease leaves to the next: slot and pages.
+
+// A lease's handle is the start of its slot.
+const void* slot_of(const at::Tensor& handle) { return handle.const_data_ptr(); }
+
+// Keeps the device from running what is enqueued, so that the host knows nothing of it. About half a second.
+void hold_device() { at::cuda::sleep(1'000'000'000); }
+
+TEST_F(CudaArena, EveryLayerFindsItsPagesAgain) {
+  std::vector<at::Tensor> inputs, relus;
+  for (double density : {0.4, 0.05, 0.9, 0.0, 0.2}) {
+    const at::Tensor h = pre_activation(1'000'000, at::kBFloat16, density, 1);
+    inputs.push_back(h.to(gpu()));
+    relus.push_back(relu_of(h));
+  }
+  const auto arena = Arena::create(gpu());
+  std::vector<const void*> slots[2];
+  std::vector<at::Tensor> restored;
+  MemoryStats settled;
+  for (int step = 0; step < 60; ++step) {
+    std::vector<at::Tensor> handles;
+    for (const at::Tensor& h : inputs) {
+      handles.push_back(compress_copy(*arena, h));
+      if (step >= 58) slots[step - 58].push_back(slot_of(handles.back()));
+    }
+    restored.clear();
+    for (std::size_t i = inputs.size(); i-- > 0; handles.pop_back())
+      restored.push_back(restored_from(handles.back(), inputs[i]));
+    if (step == 2) settled = arena->memory_stats(true);
+  }
+  EXPECT_EQ(slots[0], slots[1]);
+  for (std::size_t i = 0; i < inputs.size(); ++i)
+    EXPECT_TRUE(same_bits(restored[inputs.size() - 1 - i], relus[i])) << "layer " << i;
+  const MemoryStats stats = arena->memory_stats(true);
+  EXPECT_EQ(stats.high_water, settled.high_water);
+  EXPECT_EQ(stats.capacity, settled.capacity);
+  EXPECT_EQ(stats.waits, settled.waits);
+  EXPECT_EQ(stats.growths, settled.growths);
+  EXPECT_EQ(stats.failures + stats.spilled, 0);
+  EXPECT_EQ(stats.leases_total, 60 * 5);
+  expect_idle(*arena);
+}
+
+TEST_F(CudaArena, OtherShapesAndStreamsGetOtherSlots) {
+  ArenaOptions options;
+  options.worst_case = true;
+  const auto arena = Arena::create(gpu(), options);
+  const at::Tensor small = pre_activation(100'000, at::kBFloat16, 0.2, 1).to(gpu()),
+                   large = pre_activation(1'000'000, at::kBFloat16, 0.2, 1).to(gpu());
+  at::Tensor first = compress_copy(*arena, large), second = compress_copy(*arena, large);
+  const void* const slots[2] = {slot_of(first), slot_of(second)};
+  EXPECT_NE(slots[0], slots[1]);
+  second.reset();
+  first.reset();
+  first = compress_copy(*arena, large);
+  EXPECT_EQ(slot_of(first), slots[0]) << "the last to end comes first";
+  second = compress_copy(*arena, large);
+  EXPECT_EQ(slot_of(second), slots[1]);
+  second.reset();
+  const at::Tensor other = compress_copy(*arena, small);
+  EXPECT_NE(slot_of(other), slots[1]) << "another shape's";
+  {
+    const CUDAStreamGuard guard(c10::cuda::getStreamFromPool(false, 0));
+    first.reset();
+    const at::Tensor elsewhere = compress_copy(*arena, large);
+    EXPECT_NE(slot_of(elsewhere), slots[0]) << "another stream's";
+  }
+}
+
+// One slot, tensors that need more and fewer pages from one to the next; beside it there is room only for what it does
+// not need.
+TEST_F(CudaArena, PagesFollowTheDensity) {
+  const double densities[] = {0.9, 0.01, 0.5, 0.0, 1.0, 0.05, 0.3, 0.02};
+  std::vector<at::Tensor> inputs, relus;
+  std::vector<std::int64_t> bytes;
+  for (double density : densities) {
+    const at::Tensor h = pre_activation(1'000'003, at::kBFloat16, density, 3);
+    inputs.push_back(h.to(gpu()));
+    relus.push_back(relu_of(h).to(gpu()));
+    bytes.push_back(bytes_of(inputs.back()));
+  }
+  const std::size_t most = 4, least = 1;  // indices of the densest and of a sparse one
+  const auto arena = Arena::create(gpu(), fixed_capacity(bytes[most] + bytes[least]));
+  compress_copy(*arena, inputs[least]);
+  expect_idle(*arena);
+  hold_device();
+  std::vector<at::Tensor> got, expected;
+  for (int round = 0; round < 4; ++round) {
+    for (std::size_t i = 0; i < inputs.size(); ++i) {
+      const at::Tensor handle = compress_copy(*arena, inputs[i]);
+      got.push_back(restored_from(handle, inputs[i]));
+      expected.push_back(relus[i]);
+    }
+    const at::Tensor sparse = compress_copy(*arena, inputs[least]), dense = compress_copy(*arena, inputs[most]);
+    for (const auto& [handle, i] : {std::pair(sparse, least), std::pair(dense, most)}) {
+      got.push_back(restored_from(handle, inputs[i]));
+      expected.push_back(relus[i]);
+    }
+  }
+  const MemoryStats stats = arena->memory_stats(true);
+  EXPECT_EQ(stats.failures, 0);
+  EXPECT_EQ(stats.spilled, 0);
+  EXPECT_EQ(stats.high_water, bytes[most] + bytes[least]);
+  for (std::size_t i = 0; i < got.size(); ++i) ASSERT_TRUE(same_bits(got[i], expected[i])) << i;
+  expect_idle(*arena);
+}
+
+// A lease loses tiles, and later ones on its slot do not, although the host has not noticed. The next one returns the
+// pages that it does not need, so the one after it has enough. More often than there are generations.
+TEST_F(CudaArena, LostPagesDoNotOutliveTheLease) {
+  const at::Tensor dense = pre_activation(1'000'003, at::kBFloat16, 0.9, 1),
+                   sparse = pre_activation(1'000'003, at::kBFloat16, 0.3, 2);
+  const at::Tensor dense_there = dense.to(gpu()), sparse_there = sparse.to(gpu());
+  const auto arena = Arena::create(gpu(), fixed_capacity(bytes_of(sparse_there)));
+  compress_copy(*arena, sparse_there);
+  expect_idle(*arena);
+  constexpr int kRounds = 40;
+  at::Tensor of_dense[kRounds], of_sparse[kRounds];
+  for (int round = 0; round < kRounds; ++round) {
+    of_dense[round] = poisoned_like(dense_there);
+    of_sparse[round] = poisoned_like(sparse_there);
+  }
+  c10::cuda::device_synchronize();
+  hold_device();
+  const void* slot = nullptr;
+  const auto run = [&](const at::Tensor& h, const at::Tensor& restored) {
+    const at::Tensor handle = compress_copy(*arena, h);
+    if (!slot) slot = slot_of(handle);
+    EXPECT_EQ(slot_of(handle), slot);
+    lease_of(handle).restore(restored, Activation::relu);
+  };
+  for (int round = 0; round < kRounds; ++round) {
+    run(dense_there, of_dense[round]);
+    run(sparse_there, of_sparse[round]);
+    run(sparse_there, of_sparse[round]);
+  }
+  EXPECT_EQ(arena->memory_stats().failures, 0) << "the host was to know nothing yet";
+  EXPECT_THROW(arena->memory_stats(true), OutOfArenaMemory);
+  EXPECT_GE(arena->memory_stats().failures, kRounds);
+  const at::Tensor relu_of_dense = relu_of(dense), relu_of_sparse = relu_of(sparse);
+  for (int round = 0; round < kRounds; ++round) {
+    ASSERT_GT(lost_tiles(of_dense[round], relu_of_dense), 0) << round;
+    ASSERT_TRUE(same_bits(of_sparse[round], relu_of_sparse)) << round;
+  }
+  expect_idle(*arena);
+}
+
+// The same with a spill region: later leases move to device memory as soon as there is some.
+TEST_F(CudaArena, SpilledPagesDoNotOutliveTheLease) {
+  const at::Tensor dense = pre_activation(1'000'003, at::kBFloat16, 0.9, 1),
+                   sparse = pre_activation(1'000'003, at::kBFloat16, 0.3, 2);
+  const at::Tensor dense_there = dense.to(gpu()), sparse_there = sparse.to(gpu());
+  const at::Tensor relu_of_dense = relu_of(dense), relu_of_sparse = relu_of(sparse);
+  const std::int64_t bytes = bytes_of(sparse_there);
+  const auto arena = Arena::create(gpu(), fixed_capacity(bytes, 8 << 20));
+  compress_copy(*arena, sparse_there);
+  expect_idle(*arena);
+  for (int round = 0; round < 3; ++round) {
+    hold_device();
+    const at::Tensor first = restored_from(compress_copy(*arena, dense_there), dense_there);
+    const at::Tensor second = restored_from(compress_copy(*arena, sparse_there), sparse_there);
+    const at::Tensor handle = compress_copy(*arena, sparse_there);
+    const at::Tensor third = restored_from(handle, sparse_there);
+    const MemoryStats stats = arena->memory_stats(true);
+    EXPECT_EQ(stats.in_use, bytes);
+    EXPECT_EQ(stats.spilled, 0);
+    EXPECT_EQ(stats.failures, 0);
+    ASSERT_TRUE(same_bits(first, relu_of_dense)) << round;
+    ASSERT_TRUE(same_bits(second, relu_of_sparse)) << round;
+    ASSERT_TRUE(same_bits(third, relu_of_sparse)) << round;
+  }
+  expect_idle(*arena);
+}
+
+// Leases that end in another order than they are to start again, in an arena that just holds them.
+TEST_F(CudaArena, EndsInAnyOrderNeedNoMoreRoom) {
+  std::vector<at::Tensor> inputs, relus;
+  std::int64_t bytes = 0;
+  for (double density : {0.9, 0.8, 0.9, 0.02, 0.01, 0.05}) {
+    const at::Tensor h = pre_activation(4'000'003, at::kBFloat16, density, 1);
+    inputs.push_back(h.to(gpu()));
+    relus.push_back(relu_of(h).to(gpu()));
+    bytes += bytes_of(inputs.back());
+  }
+  for (const ArenaOptions& options : {ArenaOptions{}, fixed_capacity(bytes), fixed_capacity(bytes, 8 << 20)}) {
+    const auto arena = Arena::create(gpu(), options);
+    std::mt19937_64 rng(5);
+    for (int step = 0; step < 12; ++step) {
+      std::vector<at::Tensor> handles;
+      for (const at::Tensor& h : inputs) handles.push_back(compress_copy(*arena, h));
+      std::vector<at::Tensor> got;
+      for (std::size_t i = 0; i < inputs.size(); ++i) got.push_back(restored_from(handles[i], inputs[i]));
+      EXPECT_EQ(arena->memory_stats().spilled, 0);
+      if (step % 4 == 1) std::reverse(handles.begin(), handles.end());
+      if (step % 4 == 2) std::shuffle(handles.begin(), handles.end(), rng);
+      for (at::Tensor& handle : handles) handle.reset();
+      for (std::size_t i = 0; i < inputs.size(); ++i) ASSERT_TRUE(same_bits(got[i], relus[i])) << step;
+    }
+    const MemoryStats stats = arena->memory_stats(true);
+    EXPECT_EQ(stats.failures, 0);
+    EXPECT_LE(static_cast<double>(stats.capacity), 1.3 * static_cast<double>(bytes));
+    expect_idle(*arena);
+  }
+}
+
+TEST_F(CudaArena, TheHostRunsFarAhead) {
+  const at::Tensor h = pre_activation(300'000, at::kBFloat16, 0.3, 1), there = h.to(gpu()), out = at::empty_like(there);
+  const auto arena = Arena::create(gpu());
+  for (int i = 0; i < 2; ++i) arena->compress(there, out, Codec::tight, Activation::relu);
+  const std::int64_t waits = arena->memory_stats(true).waits;
+  hold_device();
+  constexpr int kPairs = 3000;
+  for (int i = 0; i < kPairs; ++i) arena->compress(there, out, Codec::tight, Activation::relu);
+  const at::Tensor last = compress_copy(*arena, there);
+  const MemoryStats stats = arena->memory_stats(true);
+  EXPECT_EQ(stats.in_use, bytes_of(there));
+  EXPECT_EQ(stats.high_water, stats.in_use);
+  EXPECT_EQ(stats.live_leases, 1);
+  EXPECT_EQ(stats.leases_total, kPairs + 3);
+  EXPECT_EQ(stats.waits, waits);
+  EXPECT_EQ(stats.failures, 0);
+  EXPECT_EQ(stats.dense_bytes, 2 * h.numel());
+  EXPECT_TRUE(same_bits(restored_from(last, there), relu_of(h)));
+}
+
+TEST_F(CudaArena, StreamsTakeTurns) {
+  std::vector<at::Tensor> inputs, relus;
+  for (double density : {0.02, 0.6, 0.2}) {
+    const at::Tensor h = pre_activation(400'000, at::kBFloat16, density, 1);
+    inputs.push_back(h.to(gpu()));
+    relus.push_back(relu_of(h).to(gpu()));
+  }
+  const auto arena = Arena::create(gpu());
+  const CUDAStream streams[2] = {c10::cuda::getStreamFromPool(false, 0), c10::cuda::getStreamFromPool(false, 0)};
+  c10::cuda::device_synchronize();
+  std::vector<at::Tensor> got;
+  for (int i = 0; i < 60; ++i) {
+    const CUDAStreamGuard guard(streams[i % 2]);
+    if (i % 7 == 0) at::cuda::sleep(5'000'000);
+    const at::Tensor& h = inputs[static_cast<std::size_t>(i) % inputs.size()];
+    at::Tensor handle = compress_copy(*arena, h);
+    if (i % 3 == 0) {  // read by the other stream
+      at::cuda::CUDAEvent compressed;
+      compressed.record();
+      const CUDAStreamGuard other(streams[1 - i % 2]);
+      compressed.block(streams[1 - i % 2]);
+      got.push_back(restored_from(handle, h));
+    } else {
+      got.push_back(restored_from(handle, h));
+    }
+  }
+  c10::cuda::device_synchronize();
+  for (std::size_t i = 0; i < got.size(); ++i) ASSERT_TRUE(same_bits(got[i], relus[i % relus.size()])) << i;
+  expect_idle(*arena);
+  EXPECT_EQ(arena->memory_stats().failures, 0);
+}
+
+// Two leases one after another in a graph share a slot; what replays leave there is taken up by the next.
+TEST_F(CudaArena, GraphReplaysOfChangingDensity) {
+  const double densities[] = {0.02, 0.9, 0.3, 0.0, 1.0, 0.1, 0.6};
+  std::vector<at::Tensor> inputs, relus;
+  for (double density : densities) {
+    const at::Tensor h = pre_activation(500'003, at::kBFloat16, density, 1);
+    inputs.push_back(h.to(gpu()));
+    relus.push_back(relu_of(h).to(gpu()));
+  }
+  ArenaOptions worst;
+  worst.worst_case = true;
+  for (const ArenaOptions& options : {ArenaOptions{}, worst}) {
+    const auto arena = Arena::create(gpu(), options);
+    at::Tensor kept;
+    {
+      const CUDAStreamGuard guard(c10::cuda::getStreamFromPool(false, 0));
+      const at::Tensor h[2] = {inputs[0].clone(), inputs[0].clone()};
+      const at::Tensor got[2] = {at::empty_like(h[0]), at::empty_like(h[0])};
+      at::Tensor eager = compress_copy(*arena, h[0]);
+      const void* const eager_slot = slot_of(eager);
+      eager.reset();
+      c10::cuda::device_synchronize();
+      at::cuda::CUDAGraph graph;
+      graph.capture_begin();
+      at::Tensor first = compress_copy(*arena, h[0]);
+      const void* const slot = slot_of(first);
+      lease_of(first).restore(got[0], Activation::relu);
+      first.reset();
+      at::Tensor second = compress_copy(*arena, h[1]);
+      EXPECT_EQ(slot_of(second), slot);
+      EXPECT_NE(slot, eager_slot) << "a capture takes nothing that isn't its own";
+      lease_of(second).restore(got[1], Activation::relu);
+      second.reset();
+      graph.capture_end();
+      for (std::size_t replay = 0; replay < 100; ++replay) {
+        const std::size_t which[2] = {replay % inputs.size(), replay * 3 % inputs.size()};
+        for (int i = 0; i < 2; ++i) {
+          h[i].copy_(inputs[which[i]]);
+          got[i].fill_(-7);
+        }
+        graph.replay();
+        if (replay % 10 == 0) {  // eager leases come and go between replays
+          const at::Tensor handle = compress_copy(*arena, inputs[which[0]]);
+          EXPECT_NE(slot_of(handle), slot);
+          ASSERT_TRUE(same_bits(restored_from(handle, h[0]), relus[which[0]])) << replay;
+        }
+        for (int i = 0; i < 2; ++i) ASSERT_TRUE(same_bits(got[i], relus[which[i]])) << replay;
+      }
+      const MemoryStats stats = arena->memory_stats(true);
+      EXPECT_EQ(stats.in_use, 0) << "nobody owns a lease, though the graph holds pages";
+      EXPECT_EQ(stats.live_leases, 0);
+      EXPECT_EQ(stats.failures, 0);
+      EXPECT_EQ(stats.spilled, 0);
+      arena->trim();  // does nothing while there is a graph
+      h[0].copy_(inputs[1]);
+      graph.replay();
+      ASSERT_TRUE(same_bits(got[0], relus[1]));
+      graph.reset();
+    }
+    c10::cuda::device_synchronize();
+    expect_idle(*arena);
+  }
+}
+
+class CountWarnings final : public c10::WarningHandler {
+ public:
+  void process(const c10::Warning& warning) override { messages.push_back(warning.msg()); }
+  std::vector<std::string> messages;
+};
+
+TEST_F(CudaArena, WarnsOnceOfSpill) {
+  const at::Tensor there = pre_activation(4'000'003, at::kBFloat16, 0.5, 1).to(gpu());
+  CountWarnings warnings;
+  const c10::WarningUtils::WarningHandlerGuard guard(&warnings);
+  for (std::size_t arenas = 1; arenas <= 2; ++arenas) {
+    const auto arena = Arena::create(gpu(), fixed_capacity(kPage, 8 << 20));
+    for (int i = 0; i < 3; ++i) {
+      const at::Tensor handle = compress_copy(*arena, there);
+      arena->memory_stats(true);
+    }
+    ASSERT_EQ(warnings.messages.size(), arenas);
+    EXPECT_NE(warnings.messages.back().find("Raise Arena(capacity=...)"), std::string::npos)
+        << warnings.messages.back();
+  }
 }
 
 #else

@@ -11,7 +11,7 @@ namespace bitsparse {
 namespace {
 
 TEST(Format, StoredNumbersNeverChange) {
-  EXPECT_EQ(kFormatVersion, 1);
+  EXPECT_EQ(kFormatVersion, 2);
   EXPECT_EQ(static_cast<int>(DType::bfloat16), 0);
   EXPECT_EQ(static_cast<int>(DType::float16), 1);
   EXPECT_EQ(static_cast<int>(DType::float32), 2);

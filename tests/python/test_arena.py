@@ -23,6 +23,7 @@ from support import (
 import bitsparse
 from bitsparse import _C
 from bitsparse.arena import STAT_KEYS
+from bitsparse.summary import _readable
 
 on_devices = pytest.mark.parametrize("device", DEVICES)
 
@@ -253,6 +254,67 @@ def test_compress_takes_nothing_from_the_arena(device):
     assert (after["live_leases"], after["leases_total"]) == (before["live_leases"], before["leases_total"])
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("options", [{}, {"worst_case": True}], ids=str)
+def test_graph_whose_leases_follow_one_another(options):
+    """Two microbatches in one CUDA graph, which share slots; every replay finds other densities."""
+    arena = bitsparse.Arena("cuda", **options)
+    w = randn(32, 1024, seed=2, dtype=torch.bfloat16, device="cuda").requires_grad_()
+    inputs = [torch.zeros(512, 1024, dtype=torch.bfloat16, device="cuda", requires_grad=True) for _ in range(2)]
+
+    def microbatches():
+        return [torch.autograd.grad(bitsparse.relu_squared_linear(h, w).sum(), [h, w]) for h in inputs]
+
+    def set_inputs(step):
+        with torch.no_grad():
+            for i, h in enumerate(inputs):
+                density = (0.02, 0.9, 0.3, 0.0, 1.0)[(step + 2 * i) % 5]
+                h.copy_(sparse(512, 1024, density=density, seed=step + i, dtype=torch.bfloat16).abs())
+
+    with arena:
+        set_inputs(4)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                microbatches()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = microbatches()
+    for step in range(100):
+        set_inputs(step)
+        graph.replay()
+        for h, grads in zip(inputs, results, strict=True):
+            for got, expected in zip(grads, run_backward(dense_linear, [h, w])[1], strict=True):
+                assert_same_bits(got, expected, f"replay {step}")
+    stats = arena.memory_stats(synchronize=True)
+    assert (stats["live_leases"], stats["in_use"], stats["failures"]) == (0, 0, 0)
+
+
+@pytest.mark.cuda
+def test_capacity_after_the_first_step_is_what_is_used():
+    """Leases that have ended don't hold pages beside those of live ones, and later steps neither grow nor wait."""
+    arena = bitsparse.Arena("cuda")
+    seen = []
+    with arena:
+        for step in range(20):
+            graphs = [block("cuda", seed, tokens=4096) for seed in range(4)]
+            if step in (0, 19):
+                seen.append(arena.memory_stats(synchronize=True)["in_use"])
+            while graphs:
+                assert_right(graphs.pop())
+            if step == 2:
+                settled = arena.memory_stats(synchronize=True)
+    stats = arena.memory_stats(synchronize=True)
+    assert seen[0] == seen[1] == stats["high_water"]
+    assert seen[0] <= stats["capacity"] <= 1.3 * seen[0]
+    assert [stats[k] for k in ("capacity", "waits", "growths")] == [
+        settled[k] for k in ("capacity", "waits", "growths")
+    ]
+    assert (stats["in_use"], stats["spilled"], stats["failures"]) == (0, 0, 0)
+
+
 EXIT_WITH_LIVE_LEASES = """
 import sys, torch, bitsparse
 device = sys.argv[1]
@@ -267,3 +329,26 @@ del kept[1]
 def test_interpreter_exit_with_live_leases(device):
     run = subprocess.run([sys.executable, "-c", EXIT_WITH_LIVE_LEASES, device], capture_output=True, text=True)
     assert (run.returncode, run.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_summary_shows_every_figure(device):
+    arena = bitsparse.Arena(device)
+    with arena:
+        t = sparse(300, 1024, density=0.2, seed=11, dtype=torch.bfloat16, device=device).requires_grad_()
+        y = bitsparse.relu_squared_linear(t, randn(8, 1024, seed=12, dtype=torch.bfloat16, device=device))
+    stats, text = arena.memory_stats(synchronize=True), bitsparse.memory_summary(arena, synchronize=True)
+    del y
+    lines = text.splitlines()
+    assert len({len(line) for line in lines}) == 1, "a frame of one width"
+    assert repr(arena)[:40] in text
+    assert sum(line.count("|") == 3 for line in lines) == len(STAT_KEYS)
+    assert f" {stats['payload_ratio']:.3f} |" in text
+    assert "600 KiB" in text, "300 * 1024 * 2 bytes dense"
+    assert "default arena of cpu" in bitsparse.memory_summary("cpu")
+
+
+def test_summary_has_readable_sizes():
+    assert [_readable(x) for x in (0, 10239, 10240, 5 << 20, 3 << 30, 50 << 30)] == [
+        "0 B", "10239 B", "10 KiB", "5120 KiB", "3072 MiB", "50.0 GiB",
+    ]  # fmt: skip

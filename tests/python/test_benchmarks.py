@@ -8,14 +8,29 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import DEVICES
+import torch
+from support import DEVICES, assert_same_bits, sparse
 
 ROOT = Path(__file__).parents[2]
 if not (ROOT / "benchmarks").is_dir():
     pytest.skip("the benchmarks are not part of this source distribution", allow_module_level=True)
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import check, results, tables, timing  # noqa: E402
+from benchmarks import (  # noqa: E402
+    check,
+    device_events,
+    fused,
+    kernel_tables,
+    kernels,
+    nvcomp,
+    options,
+    peers,
+    plot,
+    results,
+    size,
+    tables,
+    timing,
+)
 
 GOOD = {
     "name": "something",
@@ -175,16 +190,129 @@ def test_cpu(run_python, tmp_path):
     assert values["bf16/density=0.2/raw/unpack/ms"] > 0
 
 
+KERNELS = ["--quick", "--no-compile", "--rows", "64", "--columns", "1000", "--rounds", "1"]
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_kernels(run_python, tmp_path, device):
-    arguments = ["--quick", "--device", device, "--rows", "64", "--columns", "1000", "--rounds", "1"]
-    result = run_benchmark(run_python, tmp_path, "kernels", *arguments)
+    result = run_benchmark(run_python, tmp_path, "kernels", *KERNELS, "--device", device)
     values = result.values()
     assert values["bf16/density=0.2/kept"] == pytest.approx(0.2, abs=0.01)
     assert values["bf16/density=real/tight/bits_per_element"] < values["bf16/density=real/raw/bits_per_element"]
-    assert values["fp32/density=0.2/raw/gradient/of_copy"] > 0
+    for name in (
+        "fp16/density=0.2/signless/restore/of_copy",
+        "fp32/density=0.2/raw/gradient/of_copy",
+        "relu/bf16/density=0.2/tight/compress/of_copy",
+        "edge/gradient/of_aligned",
+        "small/64_KiB/compress/host_us",
+        "peers/density=real/eager/gradient/of_copy",
+        "peers/density=0.2/bitmask/restore/of_copy",
+        "general/bf16/nonzero/density=0.2/tight/pack/of_copy",
+        "general/e5m2/positive/density=0.2/raw/unpack/of_copy",
+    ):
+        assert values[name] > 0
+    if device == "cuda":
+        assert values["general/e4m3fn/nonzero/density=0.2/tight/unpack_kernel/of_copy"] > 0
+    assert ("small/64_KiB/compress/launches" in values) == (device == "cuda")
     assert (result.gpu is None) == (device == "cpu")
-    assert not [row.name for row in result.short_rows]
+    assert not [row.name for row in result.short_rows if not row.name.startswith("size/")]
+    assert len(tables.tables_of(result)) == 7
+    plot.draw(result, tmp_path / "kernels.png")
+    assert (tmp_path / "kernels.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_chosen_kernels(run_python, tmp_path):
+    values = run_benchmark(run_python, tmp_path, "kernels", "--device", "cpu", "--only", "size").values()
+    assert "copy/ms" not in values and not [name for name in values if name.startswith("bf16")]
+    for layer, density in {"layer0": 0.22, "layer3": 0.12, "layer6": 0.18, "layer11": 0.35}.items():
+        assert values[f"size/{layer}/density"] == pytest.approx(density, abs=0.006)
+        bound = values[f"size/{layer}/mask_entropy"] + density * values[f"size/{layer}/value_entropy"]
+        assert values[f"size/{layer}/bound"] == pytest.approx(bound, rel=0.02)
+        bits = [values[f"size/{layer}/{codec}/bits"] for codec in ("tight", "signless", "raw")]
+        assert values[f"size/{layer}/bound"] < bits[0] < bits[1] < bits[2]
+
+
+def test_what_kernels_are_to_reach():
+    def targets(*case):
+        return [fused.Case(*case).target(operation) for operation in ("compress", "restore", "gradient")]
+
+    assert targets("bf16", 0.2) == targets("bf16", None) == [0.93, 0.90, 0.95]
+    assert targets("bf16", 0.1) == [0.93, 0.88, 0.95]
+    assert targets("fp16", 0.5) == [0.91, 0.88, 0.93]
+    assert targets("fp32", 0.05) == targets("bf16", 0.05, "relu") == [0.88, 0.88, 0.88]
+
+
+def test_the_bound():
+    assert size.entropy(torch.tensor([5, 0, 5])) == 1
+    assert size.entropy(torch.tensor([7])) == 0
+    relu = torch.tensor([0, 0, 1, 2], dtype=torch.bfloat16)
+    expected = {"density": 0.5, "mask_entropy": 1, "value_entropy": 1, "bound": 1.5}
+    assert size.order_0_bound(relu) == expected
+
+
+@pytest.mark.parametrize("count", [1, 8, 1001])
+def test_masks_restore(count):
+    x = sparse(count, density=0.3, seed=count, dtype=torch.bfloat16)
+    assert_same_bits(peers.unpack_mask(*peers.pack_mask(x)), x)
+    bits, values = peers.pack_bitmask(x)
+    assert bits.nbytes == -(-count // 8)
+    assert_same_bits(peers.unpack_bitmask(count, bits, values), x)
+
+
+def test_missing_nvcomp_is_said(monkeypatch):
+    monkeypatch.setattr(nvcomp, "installed", lambda: False)
+    result = results.validate(changed(lambda content: content.update(name="kernels")))
+    bench = kernels.Bench((8, 8), torch.device("cpu"), 1, False, result)
+    peers.measure_nvcomp_cases(bench)
+    assert result.values()["peers/nvcomp_installed"] == 0
+    result.add("peers/density=0.2/mask/compress/ms", 1, "ms")
+    (table,) = tables.tables_of(result)
+    assert "nvCOMP was not installed" in table.title
+
+
+def test_kernels_belong_to_their_runs():
+    events = [device_events.Event(f"restore_kernel<{ms}>()", ms, ms) for ms in (9.0, 1.0, 8.0, 2.0, 3.0)]
+    assert device_events.assign([None, "a", None, "b", "b"], events) == {
+        "a": timing.Timing([1.0]),
+        "b": timing.Timing([2.0, 3.0]),
+    }
+    with pytest.raises(RuntimeError, match=r"expected 1 kernels, got \['restore_kernel<9\.0>"):
+        device_events.assign(["a"], events)
+
+
+def test_a_part_that_fails_does_not_cost_the_others(tmp_path, capsys):
+    result = results.validate(GOOD)
+    with options.Reporting(result, tmp_path / "a.json") as reporting:
+        with reporting.part("first"):
+            raise RuntimeError("broken")
+        with reporting.part("second"):
+            result.add("later", 1, "ms")
+    assert reporting.exit_code == 1
+    assert results.read(tmp_path / "a.json").values()["later"] == 1
+    assert "not complete (first)" in capsys.readouterr().err
+
+
+def test_tables_of_kernels_put_codecs_side_by_side():
+    result = results.validate(changed(lambda content: content.update(name="kernels")))
+    for codec, value in {"raw": 0.91, "signless": 0.9, "tight": 0.95}.items():
+        for operation in ("compress", "restore", "gradient"):
+            target = 0.93 if operation == "compress" else None
+            result.add(f"bf16/density=0.2/{codec}/{operation}/of_copy", value, "of copy", target)
+    table = kernel_tables.kernel_tables(result)[0]
+    assert "| relu² | bf16 | 0.2 | – | 0.91 ✗ / 0.90 ✗ / 0.95 | 0.91 / 0.90 / 0.95 |" in table.as_markdown()
+
+
+def test_a_picture_needs_a_result_of_kernels(tmp_path, capsys):
+    path = store(tmp_path / "a.json", GOOD)
+    assert plot.main([str(path), str(tmp_path / "a.png")]) == 2
+    assert "expected a result of kernels, got 'something'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("arguments, names", [([], "compress restore gradient"), (["--general"], "pack unpack")])
+def test_profile(run_python, device, arguments, names):
+    printed = run_python("-m", "benchmarks", "profile", "--quick", "--device", device, *arguments, cwd=ROOT)
+    assert [line.split()[-1] for line in printed.splitlines()] == names.split()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -198,10 +326,17 @@ def test_block(run_python, tmp_path, device):
 
 
 def test_errors_and_help(run_python):
-    for name in ("kernels", "cpu", "block", "check", "tables"):
+    for name in ("kernels", "cpu", "block", "check", "tables", "plot", "profile"):
         assert f"benchmarks{'.' if name == 'check' else ' '}{name}" in run_python(
             "-m", "benchmarks", name, "--help", cwd=ROOT
         )
     command = [sys.executable, "-m", "benchmarks", "block", "--shape", "1x2x3"]
     failed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert failed.returncode == 2 and "expected TOKENSxWIDTHxINNERxLAYERS, got '1x2x3'" in failed.stderr
+    for arguments, message in {
+        ("kernels", "--device", "cpu", "--only", "bf16,all"): "expected some of bf16,",
+        ("profile", "--device", "cpu", "--dtype", "e5m2"): "only --general",
+    }.items():
+        command = [sys.executable, "-m", "benchmarks", *arguments]
+        failed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert failed.returncode == 2 and message in failed.stderr

@@ -219,7 +219,7 @@ def test_activations_of_a_trained_model(device, path):
         assert bits_per_kept < 12.5, f"{name}: tight takes {bits_per_kept:.2f} bits per kept value"
 
 
-GOLDEN = json.loads((DATA / "format_v1.json").read_text())
+GOLDEN = json.loads((DATA / "format_v2.json").read_text())
 
 
 def from_hex(text: str) -> Tensor:
@@ -246,7 +246,7 @@ def test_encoders_write_the_stored_bytes(device, entry):
 
 
 def test_stored_bytes_cover_the_format():
-    assert GOLDEN["format_version"] == 1
+    assert GOLDEN["format_version"] == 2
     kinds = {(entry["dtype"], entry["codec"], entry["keep"]) for entry in GOLDEN["entries"]}
     assert len(kinds) == len(STORED) * len(CODECS) * len(KEEPS)
 

@@ -299,15 +299,18 @@ def test_several_devices():
 
 
 @pytest.mark.slow
-def test_more_than_two_to_the_31_elements():
-    numel = (1 << 31) + 12_345
-    t = torch.zeros(numel, dtype=torch.bfloat16, device="cuda")
-    piece = sparse(1 << 22, density=0.3, seed=1, dtype=torch.bfloat16, device="cuda")
-    for start in (0, (1 << 30) - 99, (1 << 31) - 5_000_000, numel - len(piece)):
+@pytest.mark.parametrize("log2", [31, 32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_more_elements_than_32_bits_can_count(log2, dtype):
+    numel = (1 << log2) + 12_345
+    bytes_of = {1: torch.uint8, 2: torch.int16}[dtype.itemsize]
+    t = torch.zeros(numel, dtype=bytes_of, device="cuda")
+    piece = sparse(1 << 22, density=0.3, seed=1, dtype=torch.float32, device="cuda").to(dtype).view(bytes_of)
+    for start in (0, (1 << 30) - 99, (1 << 31) - 5_000_000, (1 << log2) - 5_000_000, numel - len(piece)):
         t[start : start + len(piece)] = piece
-    packed = bitsparse.compress(t)
+    packed = bitsparse.compress(t.view(dtype))
     assert packed.numel == numel
-    assert torch.equal(packed.decompress().view(torch.int16), t.view(torch.int16))
+    assert torch.equal(packed.decompress().view(bytes_of), t)
 
 
 @pytest.mark.slow

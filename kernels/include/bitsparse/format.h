@@ -38,19 +38,28 @@ enum class Geometry : std::uint8_t { linear = 0 };
 
 enum class MaskKind : std::uint32_t {
   flat = 0,       // 32 mask words
-  two_level = 1,  // 4 presence words, then the non-zero mask bytes
+  two_level = 1,  // which mask nibbles are not zero, then those
   dense = 2,      // no mask: all 1024 elements have a code
   empty = 3,      // no mask, no codes
 };
 
-constexpr int kFormatVersion = 1;
+constexpr int kFormatVersion = 2;
 constexpr int kBlockElements = 1024;
 constexpr int kLanes = 32;         // a block is laid out for 32 lanes ...
 constexpr int kLaneElements = 32;  // ... of 32 elements, one mask word each
 constexpr int kChunkBytes = 16;    // a lane owns the 16-byte chunks lane, lane + 32, lane + 64, ... of its block
 constexpr int kUnitBytes = 16;     // blobs start at and are padded to multiples of this
 constexpr int kFlatMaskWords = 32;
-constexpr int kPresenceWords = 4;
+
+// `two_level`: one presence byte a lane, whose bit i stands for nibble i of the lane's mask word, then the nibbles that
+// are not zero, 8 to a word.
+constexpr std::uint32_t kPresenceWords = 8;
+constexpr std::uint32_t kNibbleBits = 4;
+constexpr BITSPARSE_HD std::uint32_t two_level_words(std::uint32_t nibbles) {
+  return kPresenceWords + (nibbles + 7) / 8;
+}
+// `raw` masks are always flat: it is the codec that costs least to write and read.
+constexpr BITSPARSE_HD bool may_be_two_level(Codec codec) { return codec != Codec::raw; }
 
 constexpr BITSPARSE_HD int element_bytes(DType dtype) {
   return dtype == DType::float32 ? 4 : (dtype == DType::bfloat16 || dtype == DType::float16) ? 2 : 1;

@@ -1,0 +1,55 @@
+// What the host knows of one lease, from its start until nothing on the device can write its record any more.
+#pragma once
+
+#include <ATen/cuda/CUDAEvent.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include <vector>
+
+#include "cuda/capture.h"
+#include "cuda/lease_slot.h"
+#include "sizing.h"
+
+namespace bitsparse::cuda {
+
+struct LeaseState {
+  enum class Phase {
+    live,        // it has an owner
+    kept,        // ended; its slot keeps the pages, for the next lease or as long as a graph exists
+    taken_over,  // ended; another lease has its slot
+    flushing,    // ended; a kernel that returns its pages is enqueued
+    over,        // ended; no kernel has to do with it
+  };
+  // The last read by a stream that isn't the lease's own.
+  struct Reader {
+    c10::cuda::CUDAStream stream;
+    CaptureId capture;  // the read is part of it, 0: none
+    at::cuda::CUDAEvent read;
+  };
+
+  LeaseState(c10::cuda::CUDAStream home, LeaseSlot* slot, volatile kernels::LeaseRecord* record)
+      : home(home), slot(slot), record(record) {}
+
+  Phase phase = Phase::live;
+  const c10::cuda::CUDAStream home;  // where it was compressed and where its pages are used again
+  LeaseSlot* slot;                   // null once taken over
+  volatile kernels::LeaseRecord* const record;
+  Sizing::LeaseId id = 0;
+  CaptureId capture = 0;  // the graph capture it belongs to, until the graph is gone; 0: none
+  std::int64_t numel = 0;
+  std::int64_t dense_bytes = 0;
+  std::vector<Reader> readers;
+
+  // From the record.
+  bool finished = false;
+  bool lost = false;  // some tiles
+  bool spilled = false;
+  std::int64_t units = 0;  // valid when finished
+
+  // Who took the slot over. A kernel may write its record after it said `finished`; when the successor's, which runs
+  // later, says so the predecessor's is through.
+  LeaseState* successor = nullptr;
+  bool has_predecessor = false;  // that waits for this record
+};
+
+}  // namespace bitsparse::cuda

@@ -1,0 +1,103 @@
+// How a block is encoded: form of its mask, width and reference of its codes, size. The rules are those of
+// docs/format.md.
+#pragma once
+
+#include <cstdint>
+
+#include "bitsparse/format.h"
+#include "device/codes.cuh"
+#include "device/mask.cuh"
+
+namespace bitsparse::kernels {
+
+struct BlockPlan {
+  MaskKind kind;
+  std::uint32_t width;
+  std::uint32_t stored_reference;
+  std::uint32_t mask_words;
+  std::uint32_t code_words;
+};
+
+__device__ __forceinline__ std::uint32_t bit_length(std::uint32_t x) { return 32 - __clz(x); }
+
+template <int Bytes>
+__device__ __forceinline__ std::uint32_t width_of(std::uint32_t largest_code) {
+  return max(static_cast<std::uint32_t>(BlockLayout<Bytes>::kMinWidth), bit_length(largest_code));
+}
+
+// Smallest and largest pattern of a run of slots; zeros don't count.
+template <int Bytes>
+__device__ __forceinline__ void slot_range(const std::uint32_t* slots, std::uint32_t count, int lane,
+                                           std::uint32_t& smallest, std::uint32_t& largest) {
+  std::uint32_t lo = ~0u, hi = 0;
+  const uint2* from = reinterpret_cast<const uint2*>(slots) + lane;
+#pragma unroll 1
+  for (int left = static_cast<int>(count - Codes<Bytes>::kPerLane * lane); left > 0; left -= Codes<Bytes>::kPerStep) {
+    const uint2 s = *from;
+    from += kLanes;
+    if constexpr (Bytes == 4) {
+      lo = min(lo, min(s.x - 1, s.y - 1));
+      hi = max(hi, max(s.x, s.y));
+    } else if constexpr (Bytes == 2) {  // a borrow only comes from a zero, after which there are only zeros
+      lo = __vminu2(lo, __vminu2(s.x - 0x00010001u, s.y - 0x00010001u));
+      hi = __vmaxu2(hi, __vmaxu2(s.x, s.y));
+    } else {  // bytes in 16-bit lanes, which have instructions
+      const std::uint32_t x0 = s.x & 0x00ff00ffu, x1 = (s.x >> 8) & 0x00ff00ffu;
+      const std::uint32_t y0 = s.y & 0x00ff00ffu, y1 = (s.y >> 8) & 0x00ff00ffu;
+      lo = __vminu2(
+          lo, __vminu2(__vminu2(x0 - 0x00010001u, x1 - 0x00010001u), __vminu2(y0 - 0x00010001u, y1 - 0x00010001u)));
+      hi = __vmaxu2(hi, __vmaxu2(__vmaxu2(x0, x1), __vmaxu2(y0, y1)));
+    }
+  }
+  if constexpr (Bytes != 4) {
+    lo = min(lo & 0xffffu, lo >> 16);
+    hi = max(hi & 0xffffu, hi >> 16);
+  }
+  smallest = __reduce_min_sync(~0u, lo) + 1;
+  largest = __reduce_max_sync(~0u, hi);
+}
+
+// Zeroes the slots from `count` to the next multiple of what a lane codes at once, and not more than two past it.
+template <int Bytes>
+__device__ __forceinline__ void pad_slots(std::uint32_t* slots, std::uint32_t count, int lane) {
+  if (lane < static_cast<int>(Codes<Bytes>::kPerLane) - 1) reinterpret_cast<Slot<Bytes>*>(slots)[count + lane] = 0;
+}
+
+// With fewer kept elements a mask and codes, which are no wider than the codes of a dense block (at least 4 bits), are
+// smaller: kept * width / 32 + 32 >= 32 * dense_width needs kept >= 1024 * (1 - 1 / dense_width).
+constexpr std::uint32_t kDenseLeast = 768;
+
+// Warp-wide. `slots`: the kept patterns, padded with zeros; asked of `tight` only. `signs`: is any kept value negative;
+// asked of `signless` only. `whole`: every index of the block is inside the tensor.
+template <int Bytes, Codec C>
+__device__ __forceinline__ BlockPlan plan_block(const std::uint32_t* slots, MaskCounts counts, bool signs, bool whole,
+                                                int lane) {
+  using L = BlockLayout<Bytes>;
+  const std::uint32_t kept = counts.kept();
+  if (kept == 0) return {MaskKind::empty, L::kMinWidth, 0, 0, 0};
+  BlockPlan plan{MaskKind::flat, L::kBits, 0, kFlatMaskWords, 0};
+  if constexpr (may_be_two_level(C)) {
+    const std::uint32_t two_level = two_level_words(counts.nibbles());
+    if (two_level < kFlatMaskWords) {
+      plan.kind = MaskKind::two_level;
+      plan.mask_words = two_level;
+    }
+  }
+  std::uint32_t largest = ~0u >> (32 - L::kBits);
+  if constexpr (C == Codec::signless) largest = signs ? largest : largest >> 1;
+  if constexpr (C == Codec::tight) {
+    std::uint32_t smallest;
+    slot_range<Bytes>(slots, kept, lane, smallest, largest);
+    plan.stored_reference = smallest >> L::kReferenceDrop;
+  }
+  plan.width = width_of<Bytes>(largest - (plan.stored_reference << L::kReferenceDrop));
+  plan.code_words = (kept * plan.width + 31) >> 5;
+  if (whole && kept >= kDenseLeast) {
+    const std::uint32_t dense_width = width_of<Bytes>(largest);
+    if (plan.mask_words + plan.code_words >= kLanes * dense_width)
+      plan = {MaskKind::dense, dense_width, 0, 0, kLanes * dense_width};
+  }
+  return plan;
+}
+
+}  // namespace bitsparse::kernels

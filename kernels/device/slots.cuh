@@ -1,0 +1,86 @@
+// A block's kept elements side by side in shared memory, in rank order.
+#pragma once
+
+#include <cstdint>
+
+#include "bitsparse/format.h"
+#include "device/block_io.cuh"
+#include "device/mask.cuh"
+#include "device/ptx.cuh"
+#include "device/scalar.cuh"
+#include "tuning.h"
+
+namespace bitsparse::kernels {
+
+// Two predicated stores for a word of two half-precision elements. One comparison sets both predicates.
+#define BITSPARSE_PUSH_PAIR(type)                                                                  \
+  asm volatile("{.reg .pred p, q; .reg .b16 l, h; setp.gtu." type                                  \
+               " p|q, %1, %2; mov.b32 {l, h}, %1; @p st.shared.b16 [%0], l; @p add.u32 %0, %0, 2;" \
+               " @q st.shared.b16 [%0], h; @q add.u32 %0, %0, 2;}"                                 \
+               : "+r"(p)                                                                           \
+               : "r"(x), "r"(0u)                                                                   \
+               : "memory")
+// A predicated store of one element.
+#define BITSPARSE_PUSH(store, constraint, element)                                             \
+  asm volatile("{.reg .pred p; .reg .b32 t; and.b32 t, %2, %3; setp.ne.u32 p, t, 0; @p " store \
+               " [%0], %1; @p add.u32 %0, %0, %4;}"                                            \
+               : "+r"(p)                                                                       \
+               : constraint(element), "r"(mask), "r"(bit), "n"(kBytes)                         \
+               : "memory")
+
+// Stores the kept elements of `x`, the lane's J-th word, from shared address `p` on.
+template <DType D, Keep K, int J>
+__device__ __forceinline__ void push_word(std::uint32_t& p, std::uint32_t x, std::uint32_t mask) {
+  constexpr int kBytes = Scalar<D>::kBytes;
+  if constexpr (D == DType::bfloat16 && K == Keep::positive && Target::kBfloat16Compare) {
+    BITSPARSE_PUSH_PAIR("bf16x2");
+  } else if constexpr (D == DType::float16 && K == Keep::positive) {
+    BITSPARSE_PUSH_PAIR("f16x2");
+  } else {
+#pragma unroll
+    for (int k = 0; k < 4 / kBytes; ++k) {
+      const std::uint32_t element = x >> (k * 8 * kBytes % 32);
+      const std::uint32_t bit = 1u << BlockLayout<kBytes>::mask_bit(J * (4 / kBytes) + k);
+      if constexpr (kBytes == 4) BITSPARSE_PUSH("st.shared.b32", "r", element);
+      if constexpr (kBytes == 2) BITSPARSE_PUSH("st.shared.b16", "h", static_cast<std::uint16_t>(element));
+      if constexpr (kBytes == 1) BITSPARSE_PUSH("st.shared.b8", "r", element);
+    }
+  }
+}
+
+#undef BITSPARSE_PUSH
+#undef BITSPARSE_PUSH_PAIR
+
+namespace detail {
+template <DType D, Keep K, int J, int Chunks>
+__device__ __forceinline__ void push_words(std::uint32_t& p, const uint4 (&elements)[Chunks], std::uint32_t mask) {
+  if constexpr (J < 4 * Chunks) {
+    const uint4& chunk = elements[J / 4];
+    push_word<D, K, J>(p, J % 4 == 0 ? chunk.x : J % 4 == 1 ? chunk.y : J % 4 == 2 ? chunk.z : chunk.w, mask);
+    push_words<D, K, J + 1>(p, elements, mask);
+  }
+}
+}  // namespace detail
+
+// The lane's kept elements from slot `rank` on.
+template <DType D, Keep K, int Chunks>
+__device__ __forceinline__ void gather_kept(std::uint32_t* slots, std::uint32_t rank, const uint4 (&elements)[Chunks],
+                                            std::uint32_t mask) {
+  std::uint32_t p = shared_address(slots) + rank * Scalar<D>::kBytes;
+  detail::push_words<D, K, 0>(p, elements, mask);
+}
+
+// All of the lane's elements, kept or not.
+template <int Chunks>
+__device__ __forceinline__ void gather_all(std::uint32_t* slots, const uint4 (&elements)[Chunks], int lane) {
+  std::uint32_t* p = slots + lane * 4 * Chunks;
+#pragma unroll
+  for (const uint4& chunk : elements) {
+    *p++ = chunk.x;
+    *p++ = chunk.y;
+    *p++ = chunk.z;
+    *p++ = chunk.w;
+  }
+}
+
+}  // namespace bitsparse::kernels
