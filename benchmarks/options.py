@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -52,13 +53,23 @@ def noted_arguments(arguments: Sequence[str]) -> list[str]:
 
 
 class Reporting:
-    """Prints and writes a result when the block in it ends. Also when a measurement in it failed: what was measured by
-    then is not lost, and exit_code is 1, as it is when some result was not exact."""
+    """Prints and writes a result when the block in it ends. Also when a measurement in it failed: what was measured is
+    not lost, and exit_code is 1, as it is when some result was not exact. A failure inside of `part` ends that part
+    only."""
 
     def __init__(self, result: results.Result, path: Path) -> None:
         self._result = result
         self._path = path
+        self._failed: list[str] = []
         self.exit_code = 0
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            traceback.print_exception(error)
+            self._failed.append(name)
 
     def __enter__(self) -> Reporting:
         return self
@@ -68,12 +79,14 @@ class Reporting:
             return False
         if error is not None:
             traceback.print_exception(error)
+            self._failed.append("the rest")
         inexact = any(row.name.endswith("/exact") and row.falls_short for row in self._result.rows)
-        self.exit_code = int(error is not None or inexact)
+        self.exit_code = int(inexact or bool(self._failed))
         if self._result.rows:
             self._report()
-        if error is not None:
-            print("a measurement failed, see above: the result is not complete", file=sys.stderr)
+        if self._failed:
+            what = ", ".join(self._failed)
+            print(f"a measurement failed, see above: the result is not complete ({what})", file=sys.stderr)
         return True
 
     def _report(self) -> None:

@@ -9,83 +9,19 @@ import argparse
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
-from rich.table import Table as RichTable
-from rich.text import Text
-
 from benchmarks import results
+from benchmarks.kernel_tables import kernel_tables
 from benchmarks.results import ROOT, Result
+from benchmarks.table import Cells, Table
 
 BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
 _MIB = 2**20
 
 
-@dataclass
-class Table:
-    title: str
-    headings: Sequence[str]
-    lines: list[Sequence[str]] = field(default_factory=list)
-    texts: int = 1  # leading columns that are text; the others are numbers
-
-    def as_rich(self) -> RichTable:
-        table = RichTable(title=self.title, title_justify="left")
-        for index, heading in enumerate(self.headings):
-            table.add_column(heading, justify="left" if index < self.texts else "right")
-        for line in self.lines:
-            table.add_row(*map(Text, line))
-        return table
-
-    def as_markdown(self) -> str:
-        marks = ["---" if index < self.texts else "---:" for index in range(len(self.headings))]
-        lines = [self.headings, marks, *self.lines]
-        return f"{self.title}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-class _Cells:
-    """Values by row name as texts; those short of their target are marked."""
-
-    def __init__(self, result: Result) -> None:
-        self._rows = {row.name: row for row in result.rows}
-
-    def __call__(self, name: str, digits: int, scale: float = 1.0) -> str:
-        row = self._rows.get(name)
-        if row is None:
-            return "–"
-        return f"{row.value * scale:.{digits}f}" + (" ✗" if row.falls_short else "")
-
-    def pair(self, name: str) -> str:
-        return f"{self(name + '/ms', 3)} ({self(name + '/of_copy', 2)})" if name + "/ms" in self._rows else "–"
-
-    def groups(self, depth: int, last: str) -> list[str]:
-        """The names' first `depth` parts, in the order of the rows, of names that end in `last`."""
-        names = (name.split("/") for name in self._rows)
-        return list(dict.fromkeys("/".join(parts[:depth]) for parts in names if "/".join(parts[depth:]) == last))
-
-
-def _kernel_tables(result: Result) -> list[Table]:
-    cell = _Cells(result)
-    size = f"{cell('rows', 0)} × {cell('columns', 0)}, copy at {cell('copy/gb_per_s', 0)} GB/s; ms (fraction of copy)"
-    operations = ("compress", "restore", "gradient", "pack", "unpack")
-    table = Table(f"Kernels, {size}", ("dtype", "density", "codec", "bits/element", *operations), texts=3)
-    for group in cell.groups(3, "compress/ms"):
-        dtype, density, codec = group.split("/")
-        times = [cell.pair(f"{group}/{operation}") for operation in operations]
-        kept = cell(f"{dtype}/{density}/kept", 2)
-        label = density.removeprefix("density=")
-        label = f"{label} ({kept})" if label == "real" else label
-        table.lines.append((dtype, label, codec, cell(f"{group}/bits_per_element", 2), *times))
-    names = ("copy", "relu_squared", "compress", "restore", "gradient")
-    small = Table("Small tensors (BF16, density 0.2, tight): µs a call, host / device", ("size", *names))
-    for group in cell.groups(2, "compress/host_us"):
-        times = [f"{cell(f'{group}/{name}/host_us', 1)} / {cell(f'{group}/{name}/device_us', 1)}" for name in names]
-        small.lines.append((group.split("/")[1].replace("_", " "), *times))
-    return [table, small]
-
-
 def _cpu_tables(result: Result) -> list[Table]:
-    cell = _Cells(result)
+    cell = Cells(result)
     title = f"CPU, {cell('elements', 0)} BF16 elements: ms (memcpy's time over its time)"
     table = Table(title, ("density", "codec", "bits/element", "memcpy", "clone", "pack", "unpack"), texts=2)
     for group in cell.groups(3, "pack/ms"):
@@ -98,7 +34,7 @@ def _cpu_tables(result: Result) -> list[Table]:
 
 
 def _block_tables(result: Result) -> list[Table]:
-    cell, values = _Cells(result), result.values()
+    cell, values = Cells(result), result.values()
     tables = []
     for group in cell.groups(2, "kept"):
         shape, density = group.split("/")
@@ -130,7 +66,7 @@ def _other_tables(result: Result) -> list[Table]:
     return [table]
 
 
-_MAKERS = {"kernels": _kernel_tables, "cpu": _cpu_tables, "block": _block_tables}
+_MAKERS = {"kernels": kernel_tables, "cpu": _cpu_tables, "block": _block_tables}
 
 
 def tables_of(result: Result) -> list[Table]:

@@ -79,12 +79,19 @@ def time_sets(
 
 
 def time_in_turns(
-    functions: Mapping[str, Sequence[Run]], device: torch.device, rounds: int, warm_up: int = 1
+    functions: Mapping[str, Sequence[Run]],
+    device: torch.device,
+    rounds: int,
+    warm_up: int = 1,
+    prepare: Run | None = None,
 ) -> dict[str, Timing]:
     """All functions in each round, one after the other, so that a slow moment of the machine meets all of them. Each has
-    one run or several that do the same with different data, which take turns too."""
+    one run or several that do the same with different data, which take turns too. Before each round `prepare`, which is
+    not timed."""
     samples: dict[str, list[float]] = {name: [] for name in functions}
     for number in range(warm_up + rounds):
+        if prepare is not None:
+            prepare()
         turn = [runs[number % len(runs)] for runs in functions.values()]
         measured = _cuda_round(turn) if device.type == "cuda" else _host_round(turn)
         if number >= warm_up:
