@@ -9,7 +9,7 @@ import sys
 COMMANDS = {
     "kernels": "the kernels on a GPU against a copy, the sizes, and the same by other means",
     "cpu": "pack and unpack on the CPU against a memcpy",
-    "block": "forward and backward of feed-forward blocks: dense, bitsparse, checkpointing, torch.compile",
+    "ffn": "forward and backward of feed-forward blocks: dense, bitsparse, checkpointing, offload, torch.compile",
     "check": "print the rows of result files that fall short of their target; exit code 1 if there are any",
     "tables": "write the tables of docs/benchmarks.md from docs/results",
     "plot": "draw a picture of a result of kernels",

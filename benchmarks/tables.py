@@ -33,7 +33,7 @@ def _cpu_tables(result: Result) -> list[Table]:
     return [table]
 
 
-def _block_tables(result: Result) -> list[Table]:
+def _ffn_tables(result: Result) -> list[Table]:
     cell, values = Cells(result), result.values()
     tables = []
     for group in cell.groups(2, "kept"):
@@ -66,7 +66,7 @@ def _other_tables(result: Result) -> list[Table]:
     return [table]
 
 
-_MAKERS = {"kernels": kernel_tables, "cpu": _cpu_tables, "block": _block_tables}
+_MAKERS = {"kernels": kernel_tables, "cpu": _cpu_tables, "ffn": _ffn_tables}
 
 
 def tables_of(result: Result) -> list[Table]:

@@ -508,7 +508,6 @@ TEST_F(Kernels, LostAndSpilledPagesAreNotKept) {
       compress(lease);
       const auto entries = lease.entries(pool);
       const std::int64_t lost = check_blobs(entries, pool.lease_space(lease.pages.read_as<std::uint64_t>()), expected);
-      pool.no_longer_fresh();
       EXPECT_EQ(lost > 0, spill < used);
       EXPECT_EQ(lease.state().lost_tiles, static_cast<std::uint32_t>(lost));
       EXPECT_EQ(lease.state().spilled_pages, spill);

@@ -316,9 +316,9 @@ def test_profile(run_python, device, arguments, names):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_block(run_python, tmp_path, device):
+def test_ffn(run_python, tmp_path, device):
     arguments = ["--device", device, "--shape", "64x16x512x2", "--densities", "0.1", "--rounds", "1", "--no-compile"]
-    values = run_benchmark(run_python, tmp_path, "block", *arguments).values()
+    values = run_benchmark(run_python, tmp_path, "ffn", *arguments).values()
     prefix = "64x16x512x2/density=0.1"
     assert values[f"{prefix}/bitsparse-tight/step_ms"] > 0
     if device == "cpu":  # whole pages are coarse at this size
@@ -326,11 +326,11 @@ def test_block(run_python, tmp_path, device):
 
 
 def test_errors_and_help(run_python):
-    for name in ("kernels", "cpu", "block", "check", "tables", "plot", "profile"):
+    for name in ("kernels", "cpu", "ffn", "check", "tables", "plot", "profile"):
         assert f"benchmarks{'.' if name == 'check' else ' '}{name}" in run_python(
             "-m", "benchmarks", name, "--help", cwd=ROOT
         )
-    command = [sys.executable, "-m", "benchmarks", "block", "--shape", "1x2x3"]
+    command = [sys.executable, "-m", "benchmarks", "ffn", "--shape", "1x2x3"]
     failed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert failed.returncode == 2 and "expected TOKENSxWIDTHxINNERxLAYERS, got '1x2x3'" in failed.stderr
     for arguments, message in {
