@@ -88,7 +88,11 @@ void CudaArena::ensure_capacity(const Sizing::Request& request, CUDAStream strea
     pages = sizing_.worst_case_demand(request);
   } else {
     Sizing::Demand demand = sizing_.demand(request);
-    if (demand.may_wait && request.captured) demand = {sizing_.worst_case_demand(request), false};
+    // Sizes may be more than expected only where there is a spill region.
+    if (request.captured && (demand.may_wait || pages_.spill_pages() == 0))
+      demand = {sizing_.worst_case_demand(request), false};
+    if (!request.captured && !demand.may_wait && pages_.spill_pages() == 0)
+      set_up(stream, [&](CUDAStream on) { pages_.add_spill_region(on); });
     while (demand.may_wait && demand.pages > pages_.capacity_pages() && wait_for_oldest_unfinished(stream))
       demand = sizing_.demand(request);
     pages = demand.pages;
@@ -113,7 +117,6 @@ bool CudaArena::may_stay_warm(const Sizing::Request& request) const {
 void CudaArena::trim_if_due(CUDAStream stream) {
   if (fixed() || !sizing_.take_trim_due() || has_bound()) return;
   trim_to_high_water(stream);
-  pages_.add_spill_region(stream);
 }
 
 void CudaArena::trim_to_high_water(CUDAStream stream) {

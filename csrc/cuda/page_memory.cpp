@@ -69,6 +69,7 @@ void PageMemory::add_spill_region(CUDAStream stream) {
   if (cudaHostAlloc(&spill_, spill_limit_pages_ * kPageBytes, flags) != cudaSuccess) {
     cudaGetLastError();
     spill_ = nullptr;
+    spill_limit_pages_ = 0;  // not to try again
     return;
   }
   spill_pages_ = spill_limit_pages_;

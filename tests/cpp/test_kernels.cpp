@@ -503,7 +503,8 @@ TEST_F(Kernels, LostAndSpilledPagesAreNotKept) {
     };
     Lease third(tile_count(dtype, n), used + 8);
     compress(other);
-    compress(third);                            // now no device page is left
+    compress(third);  // now no device page is left
+    pool.no_longer_fresh();
     for (int round = 0; round < 20; ++round) {  // more than there are generations
       compress(lease);
       const auto entries = lease.entries(pool);
