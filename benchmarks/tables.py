@@ -66,7 +66,8 @@ def _other_tables(result: Result) -> list[Table]:
     return [table]
 
 
-_MAKERS = {"kernels": kernel_tables, "cpu": _cpu_tables, "ffn": _ffn_tables}
+# "block": ffn under its former name.
+_MAKERS = {"kernels": kernel_tables, "cpu": _cpu_tables, "ffn": _ffn_tables, "block": _ffn_tables}
 
 
 def tables_of(result: Result) -> list[Table]:

@@ -19,6 +19,7 @@ from bitsparse._load import _C
 from bitsparse.arena import Arena, OutOfArenaMemory, memory_stats, reset_peak_memory_stats
 from bitsparse.compressed import CompressedTensor, FormatError, compress
 from bitsparse.functional import relu_ffn, relu_linear, relu_squared_ffn, relu_squared_linear
+from bitsparse.profile import profile_saved
 from bitsparse.summary import memory_summary
 from bitsparse.utils import cmake_prefix_path
 
@@ -35,6 +36,7 @@ __all__ = [
     "memory_stats",
     "memory_summary",
     "nn",
+    "profile_saved",
     "relu_ffn",
     "relu_linear",
     "relu_squared_ffn",
