@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -29,6 +30,9 @@ STAT_KEYS = (
 )
 
 
+_KINDS = {numbers.Integral: "an int", numbers.Real: "a number", bool: "a bool"}
+
+
 class OutOfArenaMemory(torch.OutOfMemoryError):
     """An arena had no room for a compressed activation and could not grow.
 
@@ -50,11 +54,22 @@ def typed_errors() -> Iterator[None]:
         raise OutOfArenaMemory(message.removeprefix(_ERROR_PREFIX)) from error
 
 
+def _device(device: torch.device | str | int) -> torch.device:
+    message = f"bitsparse: expected device to be 'cpu', 'cuda' or 'cuda:N', got {device!r}"
+    try:
+        resolved = torch.device(device)
+    except (TypeError, RuntimeError) as error:
+        raise (TypeError if isinstance(error, TypeError) else ValueError)(message) from error
+    if resolved.index is not None and resolved.index < 0:  # what PyTorch makes of very large ones
+        raise ValueError(message)
+    return resolved
+
+
 def _device_name(device: torch.device | str | int | None) -> str:
     """The device as C++ wants it: "cpu", or "cuda:N" with its index. Initialises CUDA only to resolve a bare "cuda"."""
     if device is None:
         return f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_initialized() else "cpu"
-    resolved = torch.device(device)
+    resolved = _device(device)
     if resolved.type == "cuda" and resolved.index is None:
         return f"cuda:{torch.cuda.current_device()}"
     return resolved.type if resolved.type == "cpu" else str(resolved)
@@ -107,6 +122,10 @@ class Arena:
             "worst_case": worst_case,
             "spill_bytes": spill_bytes,
         }
+        for name, value in settings.items():
+            kind = {"density_bound": numbers.Real, "worst_case": bool}.get(name, numbers.Integral)
+            if value is not None and (not isinstance(value, kind) or isinstance(value, bool) != (kind is bool)):
+                raise TypeError(f"bitsparse: Arena: expected {name} to be {_KINDS[kind]}, got {type(value).__name__}")
         self._settings = {name: value for name, value in settings.items() if value is not None and value is not False}
         with typed_errors():
             self._arena = _C.Arena(_device_name(device), **self._settings)
@@ -144,7 +163,7 @@ class Arena:
 
 
 def _existing_default_arena(device: torch.device | str | int | None) -> _C.Arena | None:
-    if device is not None and torch.device(device).type == "cuda" and not torch.cuda.is_initialized():
+    if device is not None and _device(device).type == "cuda" and not torch.cuda.is_initialized():
         return None  # without CUDA there can be no arena, and asking must not start it
     name = _device_name(device)
     return _C.default_arena(name) if _C.has_default_arena(name) else None

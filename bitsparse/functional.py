@@ -9,17 +9,31 @@ available and raises an error.
 Squared ReLU is from "Primer: Searching for Efficient Transformers for Language Modeling", So et al. 2021.
 """
 
+import re
+
 import torch
 from torch import Tensor
 
 from bitsparse.arena import typed_errors
 
+# How PyTorch says that an argument can't be converted to what an operator takes.
+_WRONG_TYPE = re.compile(
+    r"bitsparse::(\w+)\(\) Expected a value of type '(.+?)' for argument '(\w+)' but instead .*'(\w+)'"
+)
+
 
 def _call(op: torch._ops.OpOverload, *args: object) -> Tensor:
     if torch.compiler.is_compiling():  # the tracer wants the operator alone
         return op(*args)
-    with typed_errors():
-        return op(*args)
+    try:
+        with typed_errors():
+            return op(*args)
+    except RuntimeError as error:
+        found = _WRONG_TYPE.match(str(error).splitlines()[0])
+        if not found:
+            raise
+        name, expected, argument, got = found.groups()
+        raise TypeError(f"bitsparse::{name}: expected {argument} to be {expected}, got {got}") from None
 
 
 def relu_squared_ffn(

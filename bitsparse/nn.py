@@ -12,6 +12,14 @@ from bitsparse.functional import relu_ffn, relu_squared_ffn
 CODECS = ("raw", "signless", "tight")
 
 
+def _size(name: str, value: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"bitsparse: expected {name} to be an int, got {type(value).__name__}")
+    if value < 1:
+        raise ValueError(f"bitsparse: expected {name} to be at least 1, got {value}")
+    return value
+
+
 class _FFN(torch.nn.Module):
     def __init__(
         self,
@@ -25,11 +33,17 @@ class _FFN(torch.nn.Module):
         super().__init__()
         if codec not in CODECS:
             raise ValueError(f"bitsparse: expected codec to be 'raw', 'signless' or 'tight', got {codec!r}")
-        self.d_model = d_model
-        self.d_ff = 4 * d_model if d_ff is None else d_ff
+        self.d_model = _size("d_model", d_model)
+        self.d_ff = 4 * d_model if d_ff is None else _size("d_ff", d_ff)
         self.codec = codec
         self.fc = torch.nn.Linear(self.d_model, self.d_ff, bias=bias, device=device, dtype=dtype)
         self.proj = torch.nn.Linear(self.d_ff, self.d_model, bias=bias, device=device, dtype=dtype)
+
+    def _check(self, x: Tensor) -> None:
+        if x.dim() and x.shape[-1] != self.d_model:
+            raise ValueError(
+                f"bitsparse: {type(self).__name__}: expected x to have shape (*, {self.d_model}), got {list(x.shape)}"
+            )
 
     def extra_repr(self) -> str:
         return f"d_model={self.d_model}, d_ff={self.d_ff}, codec={self.codec!r}"
@@ -53,6 +67,7 @@ class ReLUSquaredFFN(_FFN):
     """
 
     def forward(self, x: Tensor) -> Tensor:
+        self._check(x)
         return relu_squared_ffn(x, self.fc.weight, self.fc.bias, self.proj.weight, self.proj.bias, codec=self.codec)
 
 
@@ -60,6 +75,7 @@ class ReLUFFN(_FFN):
     """``proj(relu(fc(x)))``: :class:`ReLUSquaredFFN` with plain ReLU."""
 
     def forward(self, x: Tensor) -> Tensor:
+        self._check(x)
         return relu_ffn(x, self.fc.weight, self.fc.bias, self.proj.weight, self.proj.bias, codec=self.codec)
 
 

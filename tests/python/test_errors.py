@@ -107,10 +107,39 @@ def test_layout_that_is_not_strided(device, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_not_a_tensor(device, name):
+def test_argument_of_another_type(device, name):
     for argument in arguments_of(name):
-        with pytest.raises((TypeError, RuntimeError), match=argument):
+        with pytest.raises(TypeError, match=rf"bitsparse::{name}: expected {argument} to be \S+, got str$"):
             call(name, device, **{argument: "text"})
+    with pytest.raises(TypeError, match=rf"bitsparse::{name}: expected codec to be str, got NoneType$"):
+        call(name, device, codec=None)
+
+
+@pytest.mark.parametrize("module", [bitsparse.nn.ReLUSquaredFFN, bitsparse.nn.ReLUFFN])
+def test_modules(device, module):
+    for sizes, name in (((-4,), "d_model"), ((0,), "d_model"), ((64, -4), "d_ff")):
+        with pytest.raises(ValueError, match=f"expected {name} to be at least 1, got {sizes[-1]}"):
+            module(*sizes, device=device)
+    with pytest.raises(TypeError, match="expected d_model to be an int, got float"):
+        module(64.0, device=device)
+    ffn = module(16, device=device)
+    message = rf"{module.__name__}: expected x to have shape \(\*, 16\), got \[3, 17\]"
+    for x in (torch.zeros(3, 17, device=device), torch.zeros(3, 17, device=device, requires_grad=True)):
+        with pytest.raises(ValueError, match=message):
+            ffn(x)
+
+
+def test_arena_settings(device):
+    for settings, message in (
+        ({"capacity": "1G"}, "expected capacity to be an int, got str"),
+        ({"capacity": 5.5}, "expected capacity to be an int, got float"),
+        ({"capacity": True}, "expected capacity to be an int, got bool"),
+        ({"density_bound": "0.5"}, "expected density_bound to be a number, got str"),
+        ({"worst_case": 1}, "expected worst_case to be a bool, got int"),
+        ({"spill_bytes": [1]}, "expected spill_bytes to be an int, got list"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            bitsparse.Arena(device, **settings)
 
 
 def test_compress(device):
