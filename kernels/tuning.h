@@ -34,7 +34,7 @@ struct Tuning<90> {
 template <>
 struct Tuning<100> : Tuning<90> {};
 
-// 100 KiB of shared memory a multiprocessor hold less than the registers would allow.
+// Its multiprocessors' 100 KiB of shared memory hold fewer warps than their registers do.
 template <>
 struct Tuning<120> : Tuning<90> {};
 

@@ -9,6 +9,7 @@
 #include <string>
 
 #include "bitsparse/error.h"
+#include "cuda/alignment.h"
 #include "cuda/check.h"
 #include "cuda/cuda_arena.h"
 #include "dtype.h"
@@ -66,8 +67,13 @@ at::Tensor CudaArena::compress(const at::Tensor& h, const at::Tensor& out, Codec
   give(warning);
   if (info.numel > 0) {
     const kernels::BlobStore store = state->slot->store(pages_.pool(), kPageShift, state->record);
-    const cudaError_t launched = kernels::compress(h.data_ptr(), out.data_ptr(), info.numel, dtype_of(info.dtype, "h"),
-                                                   codec, Keep::positive, epilogue_of(activation), store, stream);
+    const void* in = h.data_ptr();
+    if (!is_chunk_aligned(in) && is_chunk_aligned(out.data_ptr())) {
+      check(cudaMemcpyAsync(out.data_ptr(), in, h.nbytes(), cudaMemcpyDeviceToDevice, stream), "copying h");
+      in = out.data_ptr();
+    }
+    const cudaError_t launched = kernels::compress(in, out.data_ptr(), info.numel, dtype_of(info.dtype, "h"), codec,
+                                                   Keep::positive, epilogue_of(activation), store, stream);
     if (launched != cudaSuccess) state->record->finished = 1;  // no kernel will say so
     check(launched, "compress");
   }

@@ -15,8 +15,8 @@
 
 namespace bitsparse::cuda {
 
-// 32768 units: 512 KiB. Smaller pages waste less of a lease's last one; larger ones keep the part of the page table that
-// a multiprocessor needs in its L1 (docs/performance.md).
+// 32768 units: 512 KiB. Smaller pages waste less of a lease's last one; larger ones keep the part of the page table
+// that a multiprocessor needs in its L1 (docs/performance.md).
 constexpr std::uint32_t kPageShift = 15;
 constexpr std::int64_t kPageUnits = std::int64_t{1} << kPageShift;
 constexpr std::int64_t kPageBytes = kPageUnits * kUnitBytes;
