@@ -12,6 +12,7 @@
 #include "cuda/alignment.h"
 #include "cuda/check.h"
 #include "cuda/cuda_arena.h"
+#include "cuda/nvtx.h"
 #include "dtype.h"
 #include "launch.h"
 
@@ -50,6 +51,7 @@ void give(const std::string& warning) {
 }  // namespace
 
 at::Tensor CudaArena::compress(const at::Tensor& h, const at::Tensor& out, Codec codec, Activation activation) {
+  const NvtxRange range("compress");
   const c10::cuda::CUDAGuard guard(device());
   const CUDAStream stream = c10::cuda::getCurrentCUDAStream();
   const LeaseInfo info{h.numel(), h.scalar_type(), codec, device()};
@@ -102,6 +104,7 @@ void CudaArena::read(LeaseState& lease, Launch launch) {
 }
 
 void CudaArena::restore(LeaseState& lease, const LeaseInfo& info, const at::Tensor& out, Activation activation) {
+  const NvtxRange range("restore");
   read(lease, [&](const kernels::BlobStore& store, CUDAStream stream) {
     if (info.numel == 0) return;
     check(kernels::restore(out.data_ptr(), info.numel, dtype_of(info.dtype, "out"), info.codec, Keep::positive,
@@ -111,6 +114,7 @@ void CudaArena::restore(LeaseState& lease, const LeaseInfo& info, const at::Tens
 }
 
 void CudaArena::gradient(LeaseState& lease, const LeaseInfo& info, const at::Tensor& grad, Activation activation) {
+  const NvtxRange range("gradient");
   read(lease, [&](const kernels::BlobStore& store, CUDAStream stream) {
     if (info.numel == 0) return;
     check(kernels::gradient(grad.data_ptr(), info.numel, dtype_of(info.dtype, "grad"), info.codec,

@@ -11,11 +11,14 @@
 
 #include "cuda/alignment.h"
 #include "cuda/check.h"
+#include "cuda/nvtx.h"
 #include "launch.h"
 #include "packed_header.h"
 
 namespace bitsparse::cuda {
+
 at::Tensor pack(const at::Tensor& given, DType dtype, Codec codec, Keep keep) {
+  const NvtxRange range("pack");
   const c10::cuda::CUDAGuard guard(given.device());
   const at::Tensor t = is_chunk_aligned(given.data_ptr()) ? given : given.clone();
   const auto stream = c10::cuda::getCurrentCUDAStream();
@@ -66,6 +69,7 @@ at::Tensor pack(const at::Tensor& given, DType dtype, Codec codec, Keep keep) {
 }
 
 void unpack(const at::Tensor& packed, const PackedHeader& header, const at::Tensor& out) {
+  const NvtxRange range("unpack");
   if (header.numel == 0) return;
   const c10::cuda::CUDAGuard guard(packed.device());
   auto* base = packed.data_ptr<std::uint8_t>();
