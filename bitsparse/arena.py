@@ -60,7 +60,8 @@ def _device(device: torch.device | str | int) -> torch.device:
         resolved = torch.device(device)
     except (TypeError, RuntimeError) as error:
         raise (TypeError if isinstance(error, TypeError) else ValueError)(message) from error
-    if resolved.index is not None and resolved.index < 0:  # what PyTorch makes of very large ones
+    negative = resolved.index is not None and resolved.index < 0  # what PyTorch makes of very large ones
+    if negative or resolved.type not in ("cpu", "cuda"):
         raise ValueError(message)
     return resolved
 
@@ -72,7 +73,7 @@ def _device_name(device: torch.device | str | int | None) -> str:
     resolved = _device(device)
     if resolved.type == "cuda" and resolved.index is None:
         return f"cuda:{torch.cuda.current_device()}"
-    return resolved.type if resolved.type == "cpu" else str(resolved)
+    return "cpu" if resolved.type == "cpu" else str(resolved)
 
 
 class Arena:

@@ -31,7 +31,8 @@ def _pack_without_data(t: Tensor, codec: str = "tight", keep: str = "nonzero") -
 
 
 class FormatError(ValueError):
-    """Stored bytes are damaged or were written by a version that this one does not read."""
+    """The header or the checksum of stored bytes is not right, or a version wrote them that this one does not read. What
+    only decompressing finds is a RuntimeError."""
 
 
 class _Header(NamedTuple):
@@ -80,9 +81,8 @@ def _read_header(packed: Tensor) -> _Header:
     if header.magic != _MAGIC:
         raise FormatError(f"packed: expected the mark {_MAGIC!r} at the start, got {header.magic!r}")
     if header.version != _FORMAT_VERSION:
-        raise FormatError(
-            f"packed: expected format version {_FORMAT_VERSION}, got {header.version}; a newer bitsparse may read it"
-        )
+        advice = "; a newer bitsparse may read it" if header.version > _FORMAT_VERSION else ""
+        raise FormatError(f"packed: expected format version {_FORMAT_VERSION}, got {header.version}{advice}")
     for field, value, names in (
         ("dtype", header.dtype, _DTYPES),
         ("codec", header.codec, _CODECS),
@@ -216,8 +216,10 @@ class CompressedTensor:
         return self._with_bytes(self._packed.clone())
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        shape = tuple(self._shape)
-        return _rebuild, (_PICKLE_VERSION, self._packed, shape, _checksum(self._packed, shape))
+        shape, packed = tuple(self._shape), self._packed
+        if packed.untyped_storage().nbytes() > packed.nbytes:
+            packed = packed.clone()  # torch stores whole storages
+        return _rebuild, (_PICKLE_VERSION, packed, shape, _checksum(packed, shape))
 
 
 def _rebuild(version: int, *state: object) -> CompressedTensor:
@@ -248,8 +250,8 @@ def compress(t: Tensor, codec: str = "tight", keep: str = "nonzero") -> Compress
     1% and a small constant.
 
     Args:
-        t: a strided tensor of BF16, FP16, FP32, FP8 e4m3fn or FP8 e5m2, of any shape, contiguous or not, on CPU or CUDA. Not modified, and
-            autograd does not see this.
+        t: a strided tensor of BF16, FP16, FP32, FP8 e4m3fn or FP8 e5m2, of any shape, contiguous or not, on CPU or CUDA.
+            Not modified, and autograd does not see this.
         codec: how values are stored: "raw" (as they are), "signless" (without the sign bit in blocks that need none),
             "tight" (only the bits that a block of 1024 elements needs).
         keep: "nonzero" restores every bit, signs and -0.0 included. "positive" keeps what relu lets through, values

@@ -123,12 +123,17 @@ def _random_state_kept() -> Iterator[None]:
                 numpy.random.set_state(numpy_state)
 
 
-def _put_back(attributes: dict[str, Any], before: dict[str, Any]) -> None:
-    for name in attributes.keys() - before.keys():
-        del attributes[name]
-    for name, value in before.items():
-        if name not in attributes or attributes[name] is not value:
-            attributes[name] = value
+def _put_back(attributes: dict[Any, Any], before: dict[Any, Any]) -> None:
+    """In the same order, which is that of parameters() and state_dict()."""
+    unchanged = list(attributes) == list(before) and all(attributes[name] is value for name, value in before.items())
+    if not unchanged:
+        attributes.clear()
+        attributes.update(before)
+
+
+def _is_registry(name: str) -> bool:
+    """Of the dictionaries in which torch.nn.Module keeps what was registered."""
+    return name in ("_parameters", "_buffers", "_modules") or (name.startswith("_") and "_hooks" in name)
 
 
 def _tensors_that_forward_may_write(model: torch.nn.Module) -> Iterator[Tensor]:
@@ -139,15 +144,18 @@ def _tensors_that_forward_may_write(model: torch.nn.Module) -> Iterator[Tensor]:
 
 
 def _can_be_written(tensor: Tensor) -> bool:
-    return not (tensor.is_inference() or tensor.is_meta or torch._debug_has_internal_overlap(tensor) == 1)
+    if tensor.is_inference() or tensor.is_meta:
+        return False
+    return tensor.layout != torch.strided or tensor.is_nested or torch._debug_has_internal_overlap(tensor) != 1
 
 
 @contextmanager
 def _model_state_kept(model: torch.nn.Module) -> Iterator[None]:
     """Attributes of all modules, which hold flags, counters and stashed outputs, and the contents of buffers."""
-    dicts = [vars(module) for module in model.modules()]
-    dicts += [d[name] for d in dicts for name in ("_parameters", "_buffers", "_modules") if type(d.get(name)) is dict]
+    dicts: list[dict[Any, Any]] = [vars(module) for module in model.modules()]
+    dicts += [value for d in dicts for name, value in d.items() if isinstance(value, dict) and _is_registry(name)]
     attributes = [(d, dict(d)) for d in dicts]
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     tensors = tuple({id(t): t for t in _tensors_that_forward_may_write(model) if _can_be_written(t)}.values())
     copies = [t.detach().clone() for t in tensors]
     # The contents will be what they were, so that a graph of the caller's that has saved one of them stays valid.
@@ -157,6 +165,9 @@ def _model_state_kept(model: torch.nn.Module) -> Iterator[None]:
         finally:
             for d, before in attributes:
                 _put_back(d, before)
+            for parameter, grad in gradients:
+                if parameter.grad is not grad:
+                    parameter.grad = grad
             with torch.no_grad():
                 for tensor, copy in zip(tensors, copies, strict=True):
                     tensor.copy_(copy)
@@ -335,10 +346,10 @@ def profile_saved(
     for, or taken from, the arena of a training run, whose whole pages on CUDA take a little more (``in_use``).
 
     The forward pass runs with gradients enabled, under the autocast that the caller has set. No backward is run.
-    Afterwards, also after an exception, these are what they were: attributes of the modules such as ``training``,
-    parameters' ``.grad``, hooks, buffers, and the random state of torch, Python and NumPy. The graph is freed, unless the
-    model stores outputs in places other than its modules' attributes. On CUDA the host waits for the device at each
-    compressed activation.
+    Afterwards, also after an exception, these are what they were: attributes of the modules such as ``training``, their
+    submodules, parameters, hooks and buffers, which tensor is a parameter's ``.grad``, and the random state of torch,
+    Python and NumPy. The graph is freed, unless the model stores outputs in places other than its modules' attributes. On
+    CUDA the host waits for the device at each compressed activation.
 
     Not seen:
         - what is kept by other means than saving: attributes of a ``torch.autograd.Function``'s context, tensors that
@@ -347,9 +358,11 @@ def profile_saved(
           the checkpoint keeps, its inputs, is listed for the module that called it
         - which module is at work inside of compiled code: what it keeps counts for the module that calls it
         - what other threads save (``DataParallel``), and modules whose ``forward`` is called without ``__call__``
-        - that the caller owns what `loss` brings along, such as targets: it is counted as saved
+        - that the caller owns what `loss` brings along, such as targets, tensors that are plain attributes of modules, and
+          what `batch` holds in containers that are not pytrees: they are counted as saved
 
-    Writes of a forward pass to parameters are not undone, except those of ``nn.Embedding(max_norm=...)``.
+    Not undone: what the forward pass writes to parameters (except by ``nn.Embedding(max_norm=...)``), to gradients that
+    exist, to `batch`, and to lists or other objects that modules hold; hooks that it registers on tensors.
 
     Args:
         model: the module to call.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from bitsparse.arena import Arena, memory_stats
+from bitsparse.arena import Arena, _device_name, memory_stats
 
 _WIDTH = 64
 # Key of memory_stats(), what it says. None: a line across.
@@ -52,7 +52,7 @@ def memory_summary(of: Arena | torch.device | str | int | None = None, synchroni
         OutOfArenaMemory: with `synchronize`, when a compressed activation was lost because there was no room for it.
     """
     stats = of.memory_stats(synchronize) if isinstance(of, Arena) else memory_stats(of, synchronize)
-    name = repr(of) if isinstance(of, Arena) else "default arena" + (f" of {of}" if of is not None else "")
+    name = repr(of) if isinstance(of, Arena) else f"default arena of {_device_name(None) if of is None else of}"
     line = "|" + "-" * _WIDTH + "|"
     rows = [f"| {name:{_WIDTH - 2}.{_WIDTH - 2}} |", line]
     for row in _ROWS:

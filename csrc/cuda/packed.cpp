@@ -50,10 +50,11 @@ at::Tensor pack(const at::Tensor& given, DType dtype, Codec codec, Keep keep) {
 
   const std::int64_t payload_at = packed_payload_offset(tiles);
   at::Tensor packed = at::empty({payload_at + payload_units * kUnitBytes}, bytes);
-  at::Tensor head = at::zeros({payload_at}, bytes.device(at::kCPU));
+  packed.narrow(0, 0, payload_at).zero_();  // some of it is padding
   const PackedHeader header = make_packed_header(dtype, codec, keep, t.numel(), payload_units, kept);
+  at::Tensor head = at::empty({sizeof(header)}, bytes.device(at::kCPU));
   std::memcpy(head.data_ptr(), &header, sizeof(header));
-  packed.narrow(0, 0, payload_at).copy_(head);
+  packed.narrow(0, 0, sizeof(header)).copy_(head);
   if (tiles > 0) {
     kernels::BlobStore from{};
     from.tiles = reinterpret_cast<std::uint64_t*>(entries.data_ptr<std::int64_t>());

@@ -7,7 +7,7 @@
 
 namespace bitsparse::cuda {
 
-// As in cpu/codec.h; the current stream waits once for the size.
+// As in cpu/codec.h; the host waits for the size, and once more for the header's upload.
 at::Tensor pack(const at::Tensor& contiguous, DType dtype, Codec codec, Keep keep);
 // `header` is that of `packed`, which has passed cpu::validate.
 void unpack(const at::Tensor& packed, const PackedHeader& header, const at::Tensor& out);

@@ -344,6 +344,7 @@ def test_summary_shows_every_figure(device):
     assert f" {stats['payload_ratio']:.3f} |" in text
     assert "600 KiB" in text, "300 * 1024 * 2 bytes dense"
     assert "default arena of cpu" in bitsparse.memory_summary("cpu")
+    assert f"default arena of {'cuda:0' if torch.cuda.is_initialized() else 'cpu'}" in bitsparse.memory_summary()
 
 
 def test_summary_has_readable_sizes():
@@ -353,7 +354,10 @@ def test_summary_has_readable_sizes():
 
 
 def test_devices_that_are_none():
-    for function in (bitsparse.Arena, bitsparse.memory_stats, bitsparse.reset_peak_memory_stats):
+    functions = (bitsparse.Arena, bitsparse.memory_stats, bitsparse.reset_peak_memory_stats, bitsparse.memory_summary)
+    for function in functions:
+        with pytest.raises(ValueError, match="expected device to be 'cpu', 'cuda' or 'cuda:N', got 'meta'"):
+            function("meta")
         with pytest.raises(ValueError, match="expected device to be 'cpu', 'cuda' or 'cuda:N', got 'gpu'"):
             function("gpu")
         with pytest.raises(ValueError, match="expected device to be"):

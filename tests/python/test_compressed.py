@@ -163,6 +163,7 @@ def header_field(packed, offset, data):
     [
         (0, b"XXXX", r"expected the mark b'BSPT' at the start, got b'XXXX'"),
         (4, b"\x03\x00", "expected format version 2, got 3; a newer bitsparse may read it"),
+        (4, b"\x01\x00", "expected format version 2, got 1$"),
         (6, b"\x09", "expected dtype below 5, got 9"),
         (7, b"\x03", "expected codec below 3, got 3"),
         (8, b"\x02", "expected keep below 2, got 2"),

@@ -1,5 +1,6 @@
 """bitsparse.profile_saved: exact bytes, by module, and everything as it was afterwards."""
 
+import contextlib
 import random
 import sys
 import weakref
@@ -447,3 +448,44 @@ def test_without_rich(monkeypatch):
     with pytest.raises(ImportError, match="pip install rich"):
         report.compare(report)
     assert report.compare(report, print_table=False).difference == 0
+
+
+class Rearranges(nn.Module):
+    """A forward pass that changes nearly everything of its module that can be changed."""
+
+    def __init__(self, fails):
+        super().__init__()
+        self.first, self.second = nn.Linear(D, D), nn.Linear(D, D)
+        self.fails = fails
+
+    def forward(self, x):
+        first = self.first
+        del self.first
+        self.first = first  # now the last
+        self.second.register_forward_hook(lambda *_: None)
+        self.register_forward_pre_hook(lambda *_: None)
+        y = self.second(first(x))
+        y.sum().backward(retain_graph=True)
+        if self.fails:
+            raise RuntimeError("as asked")
+        return y
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_order_hooks_and_gradients_are_put_back(fails):
+    model = Rearranges(fails)
+    names, hooks = list(model.state_dict()), hooks_of(model)
+    with pytest.raises(RuntimeError, match="as asked") if fails else contextlib.nullcontext():
+        profile(model, tokens("cpu"))
+    assert list(model.state_dict()) == names == [name for name, _ in model.named_parameters()]
+    assert hooks_of(model) == hooks
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_buffers_of_other_layouts():
+    model = nn.Linear(D, D)
+    model.register_buffer("csr", torch.eye(3).to_sparse_csr())
+    model.register_buffer("nested", torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]))
+    model.register_buffer("jagged", torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged))
+    profile(model, tokens("cpu"))
+    assert torch.equal(model.csr.to_dense(), torch.eye(3))
