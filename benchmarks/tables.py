@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks import results
 from benchmarks.kernel_tables import kernel_tables
 from benchmarks.results import ROOT, Result
-from benchmarks.table import Cells, Table
+from benchmarks.table import NOTHING, Cells, Table
 
 BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
 _MIB = 2**20
@@ -58,6 +58,56 @@ def _ffn_tables(result: Result) -> list[Table]:
     return tables
 
 
+_GIB = 2**30
+
+
+def _models_tables(result: Result) -> list[Table]:
+    cell = Cells(result)
+    models = cell.groups(1, "parameters")
+    return [table(cell, model) for model in models for table in (_model_steps, _model_memory)]
+
+
+def _model_steps(cell: Cells, model: str) -> Table:
+    title = f"{model}: training steps, {cell(f'{model}/parameters', 1, 1e-6)} million weights, "
+    title += f"mean density {cell(f'{model}/density/mean', 3)}"
+    table = Table(title, ("tokens a step", "method", "step ms", "of compiled", "tokens/s", "peak GiB"), texts=2)
+    for row in cell.groups(3, "step_ms"):
+        name, tokens, method = row.split("/")
+        if name == model:
+            times = (cell(f"{row}/step_ms", 2), cell(f"{row}/step_of_compiled", 3), cell(f"{row}/tokens_per_s", 0))
+            table.lines.append((tokens.split("=")[1], method, *times, cell(f"{row}/peak_bytes", 2, 1 / _GIB)))
+    return table
+
+
+def _model_memory(cell: Cells, model: str) -> Table:
+    methods = list(dict.fromkeys(row.split("/")[2] for row in cell.groups(3, "step_ms") if row.startswith(f"{model}/")))
+    fits = [cap for what in ("tokens", "tokens_extrapolated") for cap in cell.groups(3, what)]
+    caps = sorted({int(cap.split("=")[1]) for cap in fits if cap.startswith(f"{model}/")})
+    headings = ("method", "KiB a token", "of compiled", *(f"tokens in {cap} GiB" for cap in caps), "losses")
+    table = Table(f"{model}: memory by tokens, largest step under a cap (≈: extrapolated)", headings)
+    for method in methods:
+        row = f"{model}/{method}"
+        memory = (cell(f"{row}/per_token_bytes", 1, 1 / 1024), cell(f"{row}/per_token_of_compiled", 3))
+        table.lines.append(
+            (method, *memory, *(_most_tokens(cell, f"{row}/cap={cap}") for cap in caps), _losses(cell, row))
+        )
+    return table
+
+
+def _most_tokens(cell: Cells, row: str) -> str:
+    tried, line = f"{row}/tokens", f"{row}/tokens_extrapolated"
+    return f"≈ {cell(line, 0)}" if line in cell else cell(tried, 0)
+
+
+def _losses(cell: Cells, row: str) -> str:
+    if f"{row}/exact" in cell:
+        return "equal" if cell(f"{row}/exact", 0) == "1" else "NOT EQUAL ✗"
+    for name, words in {"again": "to itself", "of_compiled": "to dense-compiled's"}.items():
+        if (name := f"{row}/loss_{name}") in cell:
+            return f"differ by {cell(name, 6)} {words}"
+    return NOTHING
+
+
 def _other_tables(result: Result) -> list[Table]:
     table = Table(result.name, ("row", "value", "target", "unit"))
     for row in result.rows:
@@ -67,7 +117,13 @@ def _other_tables(result: Result) -> list[Table]:
 
 
 # "block": ffn under its former name.
-_MAKERS = {"kernels": kernel_tables, "cpu": _cpu_tables, "ffn": _ffn_tables, "block": _ffn_tables}
+_MAKERS = {
+    "kernels": kernel_tables,
+    "cpu": _cpu_tables,
+    "ffn": _ffn_tables,
+    "block": _ffn_tables,
+    "models": _models_tables,
+}
 
 
 def tables_of(result: Result) -> list[Table]:

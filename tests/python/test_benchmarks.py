@@ -22,6 +22,10 @@ from benchmarks import (  # noqa: E402
     fused,
     kernel_tables,
     kernels,
+    models,
+    models_nemotron,
+    models_parts,
+    models_run,
     nvcomp,
     options,
     peers,
@@ -325,8 +329,153 @@ def test_ffn(run_python, tmp_path, device):
         assert values[f"{prefix}/bitsparse-tight/saved_of_dense"] < 0.3
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_models(run_python, tmp_path, device):
+    arguments = ["--quick", "--device", device, "--only", "gpt", "--tokens", "128", "256", "--no-caps", "--no-compile"]
+    result = run_benchmark(run_python, tmp_path, "models", *arguments, "--steps", "2")
+    values = result.values()
+    assert values["gpt/bitsparse/exact"] == values["gpt/checkpoint-layers/exact"] == 1
+    assert values["gpt/bitsparse/loss"] == values["gpt/dense/loss"] > 0
+    assert values["gpt/tokens=256/bitsparse/tokens_per_s"] > 0
+    assert ("gpt/bitsparse/per_token_bytes" in values) == (device == "cuda")
+    steps, memory = tables.tables_of(result)
+    assert len(steps.lines) == 8
+    assert [(line[0], line[-1]) for line in memory.lines][-1] == ("bitsparse", "equal")
+
+
+def test_models_that_run_out_of_time_say_so(run_python, tmp_path):
+    arguments = ["--quick", "--device", "cpu", "--only", "gpt", "--minutes", "0"]
+    printed = run_python("-m", "benchmarks", "models", *arguments, "--json", str(tmp_path / "a.json"), cwd=ROOT)
+    assert "stopped early: the limit of 0 minutes is over" in printed
+    assert results.read(tmp_path / "a.json").values() == {"stopped_early": 1}
+
+
+def test_the_loss_in_chunks(monkeypatch):
+    monkeypatch.setattr(models_parts, "CHUNK", 7)
+    x, weight = torch.randn(20, 8, requires_grad=True), torch.randn(50, 8, requires_grad=True)
+    targets = torch.randint(50, (20,))
+    expected = torch.nn.functional.cross_entropy(x @ weight.T, targets)
+    loss = models_parts._ChunkedCrossEntropy.apply(x, weight, targets, models_parts.chunk_gradients)
+    torch.testing.assert_close(loss, expected)
+    for got, want in zip(
+        torch.autograd.grad(2 * loss, (x, weight)), torch.autograd.grad(2 * expected, (x, weight)), strict=True
+    ):
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("limit, predicted", [(100, 100), (100, 90), (100, 115), (3, 3), (1, 2)])
+def test_the_largest_that_fits(limit, predicted):
+    found = models_run.largest_fitting(predicted, lambda count: count <= limit, 12)
+    assert 0.95 * limit <= found <= limit
+
+
+def test_nothing_fits():
+    assert models_run.largest_fitting(5, lambda count: False, 12) is None
+
+
+def test_slopes():
+    assert models_run.slope([(1, 5.0), (2, 7.0), (3, 9.0)]) == pytest.approx((2, 3))
+
+
+def test_mamba_in_chunks():
+    torch.manual_seed(0)
+    batch, length, heads, p, groups, n = 2, 24, 4, 3, 2, 5
+    x, dt = torch.randn(batch, length, heads, p), torch.rand(batch, length, heads)
+    b, c = torch.randn(2, batch, length, groups, n)
+    a = -torch.rand(heads)
+    state, outputs = torch.zeros(batch, heads, p, n), []
+    for t in range(length):
+        b_t, c_t = (v[:, t].repeat_interleave(heads // groups, dim=1) for v in (b, c))
+        decay = (dt[:, t] * a).exp()[..., None, None]
+        state = decay * state + (dt[:, t, :, None] * x[:, t])[..., None] * b_t[:, :, None]
+        outputs.append((state * c_t[:, :, None]).sum(-1))
+    got = models_nemotron.chunked_scan(x, dt, a, b, c, chunk=8)
+    torch.testing.assert_close(got, torch.stack(outputs, dim=1), atol=1e-5, rtol=1e-4)
+
+
+class StandIn:
+    """The parts of transformers that Nemotron-H needs, in small. Not its numbers, but its names and shapes."""
+
+    class NemotronHConfig:
+        def __init__(self, **settings):
+            self.__dict__.update(settings)
+
+    class NemotronHForCausalLM(torch.nn.Module):
+        def __init__(self, config):
+            super().__init__()
+            self.base_model = torch.nn.Module()
+            self.base_model.embeddings = torch.nn.Embedding(config.vocab_size, config.hidden_size)
+            self.base_model.get_input_embeddings = lambda: self.base_model.embeddings
+            mixers = {"M": StandIn.Mamba, "-": StandIn.MLP, "*": StandIn.Mixer}
+            layers = (StandIn.Layer(mixers[kind](config), config) for kind in config.hybrid_override_pattern)
+            self.base_model.layers = torch.nn.ModuleList(layers)
+            self.base_model.norm_f = torch.nn.RMSNorm(config.hidden_size)
+            self.lm_head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+        def get_output_embeddings(self):
+            return self.lm_head
+
+    class Layer(torch.nn.Module):
+        def __init__(self, mixer, config):
+            super().__init__()
+            self.norm, self.mixer = torch.nn.RMSNorm(config.hidden_size), mixer
+
+        def forward(self, hidden_states, attention_mask=None):
+            return hidden_states + self.mixer(self.norm(hidden_states))
+
+    class Mixer(torch.nn.Linear):
+        def __init__(self, config):
+            super().__init__(config.hidden_size, config.hidden_size)
+
+    class MLP(torch.nn.Module):
+        def __init__(self, config):
+            super().__init__()
+            self.up_proj = torch.nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+            self.down_proj = torch.nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+
+        def forward(self, x):
+            return self.down_proj(torch.square(torch.relu(self.up_proj(x))))
+
+    class Mamba(torch.nn.Module):
+        def __init__(self, config):
+            super().__init__()
+            self.num_heads, self.head_dim = config.mamba_num_heads, config.mamba_head_dim
+            self.n_groups, self.ssm_state_size = config.n_groups, config.ssm_state_size
+            self.chunk_size, self.intermediate_size = config.chunk_size, self.num_heads * self.head_dim
+            mixed = self.intermediate_size + 2 * self.n_groups * self.ssm_state_size
+            self.in_proj = torch.nn.Linear(config.hidden_size, self.intermediate_size + mixed + self.num_heads)
+            self.conv1d = torch.nn.Conv1d(mixed, mixed, 4, groups=mixed, padding=3)
+            self.act = torch.nn.functional.silu
+            self.dt_bias, self.A_log, self.D = (torch.nn.Parameter(torch.ones(self.num_heads)) for _ in range(3))
+            self.out_proj = torch.nn.Linear(self.intermediate_size, config.hidden_size)
+
+        def norm(self, x, gate):
+            return x * torch.sigmoid(gate)
+
+
+@pytest.mark.parametrize("mamba_layers", [True, False])
+def test_nemotron(monkeypatch, tmp_path, capsys, mamba_layers):
+    monkeypatch.setitem(sys.modules, "transformers", StandIn)
+    part, path = "nemotron" if mamba_layers else "nemotron-no-mamba", tmp_path / "a.json"
+    arguments = ["--quick", "--device", "cpu", "--only", part, "--nemotron-tokens", "256", "--rounds", "1"]
+    assert models.main([*arguments, "--json", str(path), "--pattern", "M-*-"]) == 0
+    values = results.read(path).values()
+    assert values[f"{part}/swap/exact"] == values[f"{part}/bitsparse/exact"] == 1
+    assert (f"{part}/mamba" in values) == mamba_layers
+    for index, layer in enumerate(models_nemotron.real_densities(2)):
+        assert values[f"{part}/density/ffn{index}"] == pytest.approx(layer, abs=0.03)
+
+
+def test_missing_nemotron_is_said(monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    arguments = ["--quick", "--device", "cpu", "--only", "nemotron", "--json", str(tmp_path / "a.json")]
+    assert models.main(arguments) == 0
+    assert "transformers has no Nemotron-H here" in capsys.readouterr().out
+    assert results.read(tmp_path / "a.json").values() == {"nemotron/installed": 0}
+
+
 def test_errors_and_help(run_python):
-    for name in ("kernels", "cpu", "ffn", "check", "tables", "plot", "profile"):
+    for name in ("kernels", "cpu", "ffn", "models", "check", "tables", "plot", "profile"):
         assert f"benchmarks{'.' if name == 'check' else ' '}{name}" in run_python(
             "-m", "benchmarks", name, "--help", cwd=ROOT
         )
@@ -336,6 +485,7 @@ def test_errors_and_help(run_python):
     for arguments, message in {
         ("kernels", "--device", "cpu", "--only", "bf16,all"): "expected some of bf16,",
         ("profile", "--device", "cpu", "--dtype", "e5m2"): "only --general",
+        ("models", "--device", "cpu", "--only", "gpt,bert"): "expected some of gpt,",
     }.items():
         command = [sys.executable, "-m", "benchmarks", *arguments]
         failed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
