@@ -265,6 +265,11 @@ def compress(t: Tensor, codec: str = "tight", keep: str = "nonzero") -> Compress
         TypeError, ValueError: an argument is not as above; the message names it, what was expected and what came.
     """
     _check_plain("t", t)
+    if t.device.type == "meta":
+        raise ValueError(f"t: expected a tensor with data, got one of shape {tuple(t.shape)} on meta")
+    for name, value in (("codec", codec), ("keep", keep)):
+        if not isinstance(value, str):
+            raise TypeError(f"{name}: expected a str, got {type(value).__name__}")
     with typed_errors():
         packed = torch.ops.bitsparse.pack(t.detach(), codec, keep)
     result = CompressedTensor(packed, t.shape)
