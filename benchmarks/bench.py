@@ -11,8 +11,8 @@ import torch
 
 from benchmarks import data, results, timing
 from benchmarks.timing import Run, Timing
+from bitsparse.nn import CODECS
 
-CODECS = ("raw", "signless", "tight")
 SETS = 3  # of inputs, taking turns: none finds its data in the cache
 DENSITIES = (0.05, 0.1, 0.2, 0.5)
 FEW_DENSITIES = (0.05, 0.2, 0.5)
@@ -91,9 +91,7 @@ class Bench:
         add("copy/gb_per_s_p90", self.copy_bytes / times.percentile(10) / 1e6, "GB/s")
         for m in self.measured:
             ms = m.timing.median
-            add(f"{m.name}/ms", ms, "ms")
-            add(f"{m.name}/ms_p10", m.timing.percentile(10), "ms")
-            add(f"{m.name}/ms_p90", m.timing.percentile(90), "ms")
+            self.result.add_times(f"{m.name}/ms", m.timing)
             add(f"{m.name}/gb_per_s", m.needed_bytes / ms / 1e6, "GB/s")
             add(f"{m.name}/of_copy", m.needed_bytes / ms / 1e6 / copy, "fraction of copy bandwidth", m.target)
 

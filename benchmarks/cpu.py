@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import data, results, timing
+from benchmarks.bench import CODECS
 from benchmarks.options import Reporting, noted_arguments, parser_of
 
-CODECS = ("raw", "signless", "tight")
 SETS = 2  # of inputs, taking turns
 TARGETS = {"raw": 0.5, "tight": 0.25}  # of a memcpy
 QUIET = 0.5  # load average above which other work disturbs
@@ -48,9 +48,7 @@ def measure(result: results.Result, elements: int, density: float, rounds: int, 
     times = timing.time_in_turns(functions, device, rounds, warm_up=SETS)
     memcpy = times["memcpy"].median
     for name, measured in times.items():
-        result.add(f"{label}/{name}/ms", measured.median, "ms")
-        result.add(f"{label}/{name}/ms_p10", measured.percentile(10), "ms")
-        result.add(f"{label}/{name}/ms_p90", measured.percentile(90), "ms")
+        result.add_times(f"{label}/{name}/ms", measured)
         if name != "memcpy":
             target = TARGETS.get(name.partition("/")[0]) if targets else None
             result.add(f"{label}/{name}/of_memcpy", memcpy / measured.median, "time of a memcpy over its time", target)

@@ -78,9 +78,7 @@ def measure(bench: Bench) -> None:
         times = timing.time_in_turns(runs, bench.device, SETS * bench.rounds, warm_up=SETS, prepare=prepare)
         name, aligned, odd = f"edge/{operation}", times["aligned"], times["odd"]
         bench.result.add(f"{name}/aligned_ms", aligned.median, "ms")
-        bench.result.add(f"{name}/ms", odd.median, "ms")
-        bench.result.add(f"{name}/ms_p10", odd.percentile(10), "ms")
-        bench.result.add(f"{name}/ms_p90", odd.percentile(90), "ms")
+        bench.result.add_times(f"{name}/ms", odd)
         ratio = odd.median / aligned.median
         bench.result.add(f"{name}/of_aligned", ratio, "of the aligned time", bench.target(_MOST), "<=")
 

@@ -20,13 +20,12 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 import bitsparse
 from benchmarks import data, results, timing
+from benchmarks.ffn_functions import FFNFunction, bitsparse_ffn, checkpointed_ffn, dense_ffn, normalize
 from benchmarks.options import Reporting, chosen_device, noted_arguments, parser_of
 
-FFN = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Forward = Callable[[Tensor, Sequence[Sequence[Tensor]]], Tensor]
 
 
@@ -98,32 +97,13 @@ def _as_leaves(x: Tensor, grad: Tensor, layers: list[list[Tensor]]) -> tuple[Ten
     return x.requires_grad_(), grad, [[weight.requires_grad_() for weight in layer] for layer in layers]
 
 
-def normalize(x: Tensor) -> Tensor:
-    return F.rms_norm(x, (x.shape[-1],))
-
-
-def dense_ffn(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor) -> Tensor:
-    return F.linear(F.relu(F.linear(x, w1, b1)).square(), w2)
-
-
-def stack(ffn: FFN) -> Forward:
+def stack(ffn: FFNFunction) -> Forward:
     def forward(x: Tensor, layers: Sequence[Sequence[Tensor]]) -> Tensor:
         for layer in layers:
             x = x + ffn(normalize(x), *layer)
         return x
 
     return forward
-
-
-def checkpointed_ffn(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor) -> Tensor:
-    return checkpoint(dense_ffn, x, w1, b1, w2, use_reentrant=False, preserve_rng_state=False)
-
-
-def bitsparse_ffn(codec: str) -> FFN:
-    def ffn(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor) -> Tensor:
-        return bitsparse.relu_squared_ffn(x, w1, b1, w2, codec=codec)
-
-    return ffn
 
 
 @dataclass
@@ -245,7 +225,7 @@ class Bench:
                 arena = bitsparse.Arena(self.device)
                 yield Method(f"bitsparse-{codec}-compiled", forward, exact=False, arena=arena)
 
-    def compile(self, shape: Shape, name: str, ffn: FFN) -> Forward:
+    def compile(self, shape: Shape, name: str, ffn: FFNFunction) -> Forward:
         if (shape, name) not in self.compilers:
             torch._dynamo.reset()
             self.compilers[shape, name] = torch.compile(stack(ffn), fullgraph=True, dynamic=False)
@@ -300,9 +280,7 @@ class Bench:
         problem.clear()
         for name, method in methods.items():
             row, memory, dense = f"{prefix}/{name}", memories[name], memories["dense"]
-            self.result.add(f"{row}/step_ms", times[name].median, "ms, forward and backward")
-            self.result.add(f"{row}/step_ms_p10", times[name].percentile(10), "ms")
-            self.result.add(f"{row}/step_ms_p90", times[name].percentile(90), "ms")
+            self.result.add_times(f"{row}/step_ms", times[name], "ms, forward and backward")
             self.result.add(f"{row}/step_of_dense", times[name].median / times["dense"].median, "of dense eager's")
             for what, value, base in (("saved", memory.saved, dense.saved), ("peak", memory.peak, dense.peak)):
                 if value is not None and base:

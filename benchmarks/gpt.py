@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.ffn_functions import normalize
 from benchmarks.models_parts import FFN, Choice, LanguageModel
 from examples.text_data import load_text
 
@@ -35,10 +36,6 @@ TINY = Size(layers=2, width=64, heads=2, vocabulary=512)
 class CastLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.to(x.dtype))
-
-
-def norm(x: Tensor) -> Tensor:
-    return F.rms_norm(x, (x.shape[-1],))
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -61,7 +58,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
         q, k, v = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
-        q, k = _rotate(norm(q), self.cos, self.sin), _rotate(norm(k), self.cos, self.sin)
+        q, k = _rotate(normalize(q), self.cos, self.sin), _rotate(normalize(k), self.cos, self.sin)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(y.transpose(1, 2).reshape(batch, length, width))
 
@@ -76,8 +73,8 @@ class Block(nn.Module):
         nn.init.zeros_(self.ffn.down.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(norm(x))
-        return x + self.ffn(norm(x))
+        x = x + self.attention(normalize(x))
+        return x + self.ffn(normalize(x))
 
 
 class GPT(LanguageModel):
@@ -87,12 +84,12 @@ class GPT(LanguageModel):
         choice = Choice()
         blocks = nn.ModuleList(Block(size, length, dtype, choice) for _ in range(size.layers))
         embedding = nn.Embedding(size.vocabulary, size.width)
-        super().__init__(embedding, blocks, norm, nn.Linear(size.width, size.vocabulary, bias=False), choice)
+        super().__init__(embedding, blocks, normalize, nn.Linear(size.width, size.vocabulary, bias=False), choice)
         self._dtype = dtype
         nn.init.zeros_(self.head.weight)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        return norm(self.embedding(tokens).to(self._dtype))
+        return normalize(self.embedding(tokens).to(self._dtype))
 
     def optimizers(self, fused: bool) -> list[torch.optim.Optimizer]:
         """Muon for the matrices of the layers; it takes nothing else. AdamW for embedding and head."""

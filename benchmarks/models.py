@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import gpt, models_nemotron, results
-from benchmarks.models_parts import dense_ffn
+from benchmarks.ffn_functions import dense_ffn
 from benchmarks.models_run import Clock, Method, ModelBench, Stopped, Targets, Trainer
 from benchmarks.options import Reporting, chosen_device, noted_arguments, parser_of
 

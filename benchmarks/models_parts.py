@@ -12,25 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import bitsparse
+from benchmarks.ffn_functions import FFNFunction, dense_ffn
 
-FFNFunction = Callable[[Tensor, Tensor, "Tensor | None", Tensor, "Tensor | None"], Tensor]
 Body = Callable[[Tensor], Tensor]
 ChunkGradients = Callable[[Tensor, Tensor, Tensor], "tuple[Tensor, Tensor, Tensor]"]
 
 CHUNK = 4096  # tokens whose logits exist at the same time; no more than the fewest that a slope begins with
-
-
-def dense_ffn(x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None) -> Tensor:
-    return F.linear(F.relu(F.linear(x, w1, b1)).square(), w2, b2)
-
-
-def checkpointed_ffn(x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None) -> Tensor:
-    return checkpoint(dense_ffn, x, w1, b1, w2, b2, use_reentrant=False, preserve_rng_state=False)
-
-
-def bitsparse_ffn(x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None) -> Tensor:
-    return bitsparse.relu_squared_ffn(x, w1, b1, w2, b2, codec="tight")
 
 
 @dataclass

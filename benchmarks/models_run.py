@@ -18,16 +18,8 @@ from torch import Tensor
 
 import bitsparse
 from benchmarks import timing
-from benchmarks.models_parts import (
-    Body,
-    ChunkGradients,
-    FFNFunction,
-    LanguageModel,
-    bitsparse_ffn,
-    checkpointed_ffn,
-    chunk_gradients,
-    dense_ffn,
-)
+from benchmarks.ffn_functions import FFNFunction, bitsparse_ffn, checkpointed_ffn, dense_ffn
+from benchmarks.models_parts import Body, ChunkGradients, LanguageModel, chunk_gradients
 from benchmarks.results import Result
 
 GIB = 2**30
@@ -36,6 +28,8 @@ BATCHES = 4  # that take turns
 CHECKED_STEPS = 6  # whose losses are compared
 PROBE_STEPS = 3
 PROBES = 5  # at most, for one cap
+
+TIGHT_FFN = bitsparse_ffn("tight")
 
 Batch = tuple[Tensor, Tensor]  # tokens and targets, each (sequences, length)
 
@@ -70,7 +64,7 @@ class Method:
 
     @property
     def uses_arena(self) -> bool:
-        return self.ffn is bitsparse_ffn
+        return self.ffn is TIGHT_FFN
 
     def stats(self) -> dict[str, int | float]:
         return self.arena.memory_stats(synchronize=True) if self.arena else {"capacity": 0, "spilled": 0, "waits": 0}
@@ -81,11 +75,11 @@ def methods_of(compiled: bool) -> list[Method]:
         Method("dense", dense_ffn),
         Method("checkpoint", checkpointed_ffn),
         Method("checkpoint-layers", dense_ffn, recompute_layers=True),
-        Method("bitsparse", bitsparse_ffn),
+        Method("bitsparse", TIGHT_FFN),
     ]
     others = [
         Method("dense-compiled", dense_ffn, compiled=True),
-        Method("bitsparse-compiled", bitsparse_ffn, compiled=True),
+        Method("bitsparse-compiled", TIGHT_FFN, compiled=True),
     ]
     return eager + others if compiled else eager
 
@@ -373,9 +367,8 @@ class ModelBench:
     def _add_step(self, tokens: int, method: Method, times: dict[str, timing.Timing], waits: float) -> None:
         row, measured = f"tokens={tokens}/{method.name}", times[method.name]
         self._tokens_per_second[method.name] = tokens / measured.median * 1e3
-        self.add(f"{row}/step_ms", measured.median, "ms, forward, backward and optimizers")
-        self.add(f"{row}/step_ms_p10", measured.percentile(10), "ms")
-        self.add(f"{row}/step_ms_p90", measured.percentile(90), "ms")
+        unit = "ms, forward, backward and optimizers"
+        self.result.add_times(f"{self.name}/{row}/step_ms", measured, unit)
         self.add(f"{row}/tokens_per_s", self._tokens_per_second[method.name], "tokens a second")
         if (memory := self._memory.get(method.name, {}).get(tokens)) is not None:
             self.add(f"{row}/peak_bytes", memory.step, "bytes, weights and optimizer states included")

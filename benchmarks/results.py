@@ -15,7 +15,10 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # it needs torch, which reading results does not
+    from benchmarks.timing import Timing
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -56,6 +59,12 @@ class Result:
 
     def add(self, name: str, value: float, unit: str, target: float | None = None, direction: str = ">=") -> None:
         self.rows.append(Row(name, value, unit, target, None if target is None else direction))
+
+    def add_times(self, name: str, times: Timing, unit: str = "ms") -> None:
+        """Median, 10th and 90th percentile."""
+        self.add(name, times.median, unit)
+        for percent in (10, 90):
+            self.add(f"{name}_p{percent}", times.percentile(percent), "ms")
 
     @property
     def short_rows(self) -> list[Row]:
