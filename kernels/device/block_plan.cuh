@@ -7,6 +7,7 @@
 #include "bitsparse/format.h"
 #include "device/codes.cuh"
 #include "device/mask.cuh"
+#include "device/scalar.cuh"
 
 namespace bitsparse::kernels {
 
@@ -25,15 +26,17 @@ __device__ __forceinline__ std::uint32_t width_of(std::uint32_t largest_code) {
   return max(static_cast<std::uint32_t>(BlockLayout<Bytes>::kMinWidth), bit_length(largest_code));
 }
 
-// Smallest and largest pattern of a run of slots; zeros don't count.
-template <int Bytes>
-__device__ __forceinline__ void slot_range(const std::uint32_t* slots, std::uint32_t count, int lane,
-                                           std::uint32_t& smallest, std::uint32_t& largest) {
+// Smallest and largest pattern of a run of slots; zeros don't count. `Rotates`: the slots hold elements, and are turned
+// into patterns here, where only kept ones are left.
+template <int Bytes, bool Rotates>
+__device__ __forceinline__ void slot_range(std::uint32_t* slots, std::uint32_t count, int lane, std::uint32_t& smallest,
+                                           std::uint32_t& largest) {
   std::uint32_t lo = ~0u, hi = 0;
-  const uint2* from = reinterpret_cast<const uint2*>(slots) + lane;
+  uint2* from = reinterpret_cast<uint2*>(slots) + lane;
 #pragma unroll 1
   for (int left = static_cast<int>(count - Codes<Bytes>::kPerLane * lane); left > 0; left -= Codes<Bytes>::kPerStep) {
-    const uint2 s = *from;
+    uint2 s = *from;
+    if constexpr (Rotates) *from = s = make_uint2(rotate_sign<Bytes>(s.x), rotate_sign<Bytes>(s.y));
     from += kLanes;
     if constexpr (Bytes == 4) {
       lo = min(lo, min(s.x - 1, s.y - 1));
@@ -67,10 +70,10 @@ __device__ __forceinline__ void pad_slots(std::uint32_t* slots, std::uint32_t co
 // smaller: kept * width / 32 + 32 >= 32 * dense_width needs kept >= 1024 * (1 - 1 / dense_width).
 constexpr std::uint32_t kDenseLeast = 768;
 
-// Warp-wide. `slots`: the kept patterns, padded with zeros; asked of `tight` only. `signs`: is any kept value negative;
-// asked of `signless` only. `whole`: every index of the block is inside the tensor.
-template <int Bytes, Codec C>
-__device__ __forceinline__ BlockPlan plan_block(const std::uint32_t* slots, MaskCounts counts, bool signs, bool whole,
+// Warp-wide. `slots`: the kept elements, padded with zeros; asked of `tight` only, and left as patterns. `signs`: is
+// any kept value negative; asked of `signless` only. `whole`: every index of the block is inside the tensor.
+template <int Bytes, Codec C, bool Rotates>
+__device__ __forceinline__ BlockPlan plan_block(std::uint32_t* slots, MaskCounts counts, bool signs, bool whole,
                                                 int lane) {
   using L = BlockLayout<Bytes>;
   const std::uint32_t kept = counts.kept();
@@ -87,7 +90,7 @@ __device__ __forceinline__ BlockPlan plan_block(const std::uint32_t* slots, Mask
   if constexpr (C == Codec::signless) largest = signs ? largest : largest >> 1;
   if constexpr (C == Codec::tight) {
     std::uint32_t smallest;
-    slot_range<Bytes>(slots, kept, lane, smallest, largest);
+    slot_range<Bytes, Rotates>(slots, kept, lane, smallest, largest);
     plan.stored_reference = smallest >> L::kReferenceDrop;
   }
   plan.width = width_of<Bytes>(largest - (plan.stored_reference << L::kReferenceDrop));

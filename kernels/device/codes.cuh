@@ -10,6 +10,7 @@
 #include "bitsparse/format.h"
 #include "device/block_io.cuh"
 #include "device/ptx.cuh"
+#include "device/scalar.cuh"
 
 namespace bitsparse::kernels {
 
@@ -79,7 +80,9 @@ struct Codes {
     }
   }
 
-  // The inverse. May read two words past the codes and write up to the next multiple of kPerLane slots.
+  // The inverse. May read two words past the codes and write up to the next multiple of kPerLane slots. `Rotates`:
+  // codes are of patterns whose sign was rotated, slots get elements.
+  template <bool Rotates>
   static __device__ __forceinline__ void unpack(const std::uint32_t* in, std::uint32_t count, std::uint32_t width,
                                                 std::uint32_t reference, std::uint32_t* slots, int lane) {
     const std::uint32_t lane_bits = kPerLane * width, shift = (lane_bits * lane) & 31;
@@ -92,7 +95,9 @@ struct Codes {
       const std::uint32_t low = __funnelshift_r(from[0], from[1], shift);
       const std::uint32_t high = __funnelshift_r(from[1], from[2], shift);
       const std::uint32_t x0 = low & low_bits, x1 = __funnelshift_rc(low, high, word_bits) & low_bits;
-      *to = make_uint2(open_gaps(x0, width) + base, open_gaps(x1, width) + base);
+      uint2 s = make_uint2(open_gaps(x0, width) + base, open_gaps(x1, width) + base);
+      if constexpr (Rotates) s = make_uint2(unrotate_sign<Bytes>(s.x), unrotate_sign<Bytes>(s.y));
+      *to = s;
       from += lane_bits;
       to += kLanes;
     }

@@ -48,7 +48,7 @@ struct LaneBlock {
   bool signs;         // some kept value of the block is negative; known for `signless`
 };
 
-// Loads the block, writes its activation, and leaves the kept elements' patterns in the order of their codes.
+// Loads the block, writes its activation, and leaves the kept elements.
 template <class Config, bool Whole>
 __device__ __forceinline__ void read_block(const void* in, void* out, std::int64_t first, std::int64_t numel, int lane,
                                            LaneBlock<Config>& block) {
@@ -64,12 +64,9 @@ __device__ __forceinline__ void read_block(const void* in, void* out, std::int64
     std::uint32_t activation[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const std::uint32_t kept = keep_mask<Config::kDType, Config::kKeep>(x[j]);
-      block.mask |= mask_bits<kBytes>(kept, 4 * i + j);
-      x[j] &= kept;
+      keep_word<Config::kDType, Config::kKeep>(x[j], 4 * i + j, block.mask);
       if constexpr (Config::kCodec == Codec::signless) any |= x[j];
       if constexpr (E != Epilogue::none) activation[j] = activate<Config::kDType, E>(x[j]);
-      if constexpr (Config::kRotates) x[j] = rotate_sign<kBytes>(x[j]);
     }
     if constexpr (E != Epilogue::none) store_chunk<kBytes, Whole, false>(out, first, numel, lane, i, activation);
   }
@@ -94,10 +91,11 @@ __device__ __forceinline__ BlockPlan prepare_block(const LaneBlock<Config>& bloc
     gather_kept<Config::kDType, Config::kKeep>(slots, block.before.kept(), block.elements, block.mask);
     __syncwarp();
   }
-  const BlockPlan plan = plan_block<Config::kBytes, Config::kCodec>(slots, block.all, block.signs, whole, lane);
+  const BlockPlan plan =
+      plan_block<Config::kBytes, Config::kCodec, Config::kRotates>(slots, block.all, block.signs, whole, lane);
   if (Config::kCodec != Codec::raw && plan.kind == MaskKind::dense) {
     __syncwarp();
-    gather_all(slots, block.elements, lane);
+    gather_all<Config::kRotates ? Config::kBytes : 0>(slots, block.elements, lane);
     __syncwarp();
   }
   return plan;
@@ -114,7 +112,7 @@ __device__ __forceinline__ void write_body(const LaneBlock<Config>& block, const
   const std::uint32_t count = plan.kind == MaskKind::dense ? kBlockElements : block.all.kept();
   std::uint32_t* codes = body + plan.mask_words;
   if constexpr (Config::kCodec == Codec::raw) {
-    if (plan.kind == MaskKind::dense) return gather_all(codes, block.elements, lane);
+    if (plan.kind == MaskKind::dense) return gather_all<0>(codes, block.elements, lane);
     constexpr std::uint32_t kPerWord = 4 / kBytes;
     if (lane < (-count & (kPerWord - 1))) reinterpret_cast<Slot<kBytes>*>(codes)[count + lane] = 0;
     gather_kept<Config::kDType, Config::kKeep>(codes, block.before.kept(), block.elements, block.mask);

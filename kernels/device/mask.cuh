@@ -6,16 +6,29 @@
 #include "bitsparse/format.h"
 #include "device/bits.cuh"
 #include "device/ptx.cuh"
+#include "device/scalar.cuh"
 
 namespace bitsparse::kernels {
 
-// The mask bits of one word of a lane (its j-th), given all-ones elements where kept.
-template <int Bytes>
-__device__ __forceinline__ std::uint32_t mask_bits(std::uint32_t kept, int j) {
-  if constexpr (Bytes == 4) return kept & (1u << j);
-  if constexpr (Bytes == 2) return kept & (0x00010001u << j);
-  // The product gathers the four top bits in bits 28..31.
-  if constexpr (Bytes == 1) return ((kept & 0x80808080u) * 0x00204081u >> 28) << (4 * j);
+// Adds the mask bits of `x`, a lane's j-th word, to the lane's mask, and clears the elements of `x` that are not kept.
+template <DType D, Keep K>
+__device__ __forceinline__ void keep_word(std::uint32_t& x, int j, std::uint32_t& mask) {
+  constexpr int kBytes = Scalar<D>::kBytes;
+  if constexpr (kBytes == 1) {
+    std::uint32_t kept;  // in the top bits, at least; the sum cannot carry from one byte into the next
+    if constexpr (K == Keep::positive)
+      x &= kept = Scalar<D>::positive_mask(x);
+    else
+      kept = ((x & 0x7f7f7f7fu) + 0x7f7f7f7fu) | x;
+    // The product gathers the four top bits in bits 28..31.
+    mask |= ((kept & 0x80808080u) * 0x00204081u >> 28) << (4 * j);
+  } else if constexpr (K == Keep::positive) {
+    const std::uint32_t kept = Scalar<D>::positive_mask(x);
+    mask |= kept & ((kBytes == 2 ? 0x00010001u : 1u) << j);
+    x &= kept;
+  } else {
+    mask += (kBytes == 2 ? __vminu2(x, 0x00010001u) : min(x, 1u)) << j;  // adding bits: one instruction with the shift
+  }
 }
 
 // Is the k-th element of the lane's j-th word kept?

@@ -145,7 +145,6 @@ struct ChunkOutput {
     std::uint32_t words[4] = {values.x, values.y, values.z, values.w};
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      if constexpr (Config::kRotates) words[j] = unrotate_sign<Config::kBytes>(words[j]);
       if constexpr (Config::kOutput == Output::activation) words[j] = activate<D, Config::kEpilogue>(words[j]);
       if constexpr (Config::kOutput == Output::gradient)
         words[j] =
@@ -200,7 +199,8 @@ __device__ __forceinline__ void restore_tile(void* data, std::int64_t numel, con
   if constexpr (Config::kCodec != Codec::raw) {
     const std::uint32_t kept = __shfl_sync(~0u, inclusive, kLanes - 1);
     std::uint32_t* scratch = shared + Config::kStageWords + warp * Config::kScratchWords;
-    Codes<kBytes>::unpack(values, kept, L::header_width(header), L::header_reference(header), scratch, lane);
+    Codes<kBytes>::template unpack<Config::kRotates>(values, kept, L::header_width(header), L::header_reference(header),
+                                                     scratch, lane);
     __syncwarp();
     values = scratch;
   }

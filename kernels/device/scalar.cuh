@@ -84,20 +84,6 @@ struct Scalar<DType::float32> {
   }
 };
 
-// All bits of every element with any bit set.
-template <int Bytes>
-__device__ __forceinline__ std::uint32_t nonzero_mask(std::uint32_t x) {
-  if constexpr (Bytes == 4) return x != 0 ? 0xffffffffu : 0u;
-  if constexpr (Bytes == 2) return __vcmpne2(x, 0);
-  if constexpr (Bytes == 1) return __vcmpne4(x, 0);
-}
-
-template <DType D, Keep K>
-__device__ __forceinline__ std::uint32_t keep_mask(std::uint32_t x) {
-  if constexpr (K == Keep::positive) return Scalar<D>::positive_mask(x);
-  return nonzero_mask<Scalar<D>::kBytes>(x);
-}
-
 // Activation of a word whose elements that relu drops are already zero.
 template <DType D, Epilogue E>
 __device__ __forceinline__ std::uint32_t activate(std::uint32_t relu) {

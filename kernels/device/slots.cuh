@@ -70,16 +70,20 @@ __device__ __forceinline__ void gather_kept(std::uint32_t* slots, std::uint32_t 
   detail::push_words<D, K, 0>(p, elements, mask);
 }
 
-// All of the lane's elements, kept or not.
-template <int Chunks>
+// All of the lane's elements, kept or not, with the sign rotated if `RotatedBytes` says how many bytes they have.
+template <int RotatedBytes, int Chunks>
 __device__ __forceinline__ void gather_all(std::uint32_t* slots, const uint4 (&elements)[Chunks], int lane) {
+  const auto pattern = [](std::uint32_t x) {
+    if constexpr (RotatedBytes != 0) x = rotate_sign<RotatedBytes>(x);
+    return x;
+  };
   std::uint32_t* p = slots + lane * 4 * Chunks;
 #pragma unroll
   for (const uint4& chunk : elements) {
-    *p++ = chunk.x;
-    *p++ = chunk.y;
-    *p++ = chunk.z;
-    *p++ = chunk.w;
+    *p++ = pattern(chunk.x);
+    *p++ = pattern(chunk.y);
+    *p++ = pattern(chunk.z);
+    *p++ = pattern(chunk.w);
   }
 }
 
