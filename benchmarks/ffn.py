@@ -209,6 +209,7 @@ class Bench:
     result: results.Result
     warm_up: int = 3
     compilers: dict[tuple[Shape, str], Forward] = field(default_factory=dict)
+    offloaded: set[Shape] = field(default_factory=set)
 
     def methods(self, shape: Shape) -> Iterator[Method]:
         """Each is made when it is its turn, so that the memory of its arena counts as its own."""
@@ -216,7 +217,8 @@ class Bench:
         for codec in self.codecs:
             yield Method(f"bitsparse-{codec}", stack(bitsparse_ffn(codec)), arena=bitsparse.Arena(self.device))
         yield Method("checkpoint", CHECKPOINTED)
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and shape not in self.offloaded:  # slow, and the same at all densities
+            self.offloaded.add(shape)
             yield Method("offload", stack(dense_ffn), offload=True)
         if self.compiled:
             yield Method("dense-compiled", self.compile(shape, "dense", dense_ffn), exact=False)
