@@ -4,8 +4,8 @@ stack.
 
 All use the same weights and data in the same run. Before anything is timed, outputs and all gradients are compared with
 dense eager's, bit for bit (torch.compile may round differently: its largest difference is reported). Step times are
-taken in turns. Memory is what a step has allocated above what is resident without it: weights, input, the gradient of
-the output. An arena's whole capacity counts, headroom included.
+taken in turns. Memory is what a step has allocated above what is resident without it: weights, their gradients, input
+and its gradient, the gradient of the output. An arena's whole capacity counts, headroom included.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def counted_storages(problem: Problem) -> Iterator[dict[int, int]]:
 def measure_memory(method: Method, problem: Problem, resident: int) -> Memory:
     """`resident`: allocated before the method, and the arena it may have, existed."""
     device = problem.x.device
-    problem.clear()
+    resident += sum(leaf.grad.nbytes for leaf in problem.leaves if leaf.grad is not None)  # of the warm-up
     gc.collect()
     if device.type != "cuda":
         if not method.exact or method.offload or method.forward is CHECKPOINTED:

@@ -67,6 +67,11 @@ class Result:
             self.add(f"{name}_p{percent}", times.percentile(percent), "ms")
 
     @property
+    def place(self) -> str:
+        """What it was measured on."""
+        return self.gpu or str(self.cpu["model"])
+
+    @property
     def short_rows(self) -> list[Row]:
         return [row for row in self.rows if row.falls_short]
 

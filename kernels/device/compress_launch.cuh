@@ -9,8 +9,7 @@ namespace bitsparse::kernels {
 template <DType D, Codec C, Keep K, Epilogue E>
 cudaError_t compress_as(const void* in, void* out, std::int64_t numel, const BlobStore& store, cudaStream_t stream) {
   using Config = CompressConfig<D, C, K, E>;
-  return launch(compress_kernel<Config>, tile_count(D, numel), Config::kThreads, Config::kSharedBytes, stream, in, out,
-                numel, store);
+  return launch<compress_kernel<Config>, Config>(tile_count(D, numel), stream, in, out, numel, store);
 }
 
 template <DType D, Codec C>

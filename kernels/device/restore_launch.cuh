@@ -12,8 +12,7 @@ constexpr Codec decoder_of(Codec codec) { return codec == Codec::raw ? Codec::ra
 
 template <class Config>
 cudaError_t restore_as(void* data, std::int64_t numel, const BlobStore& store, cudaStream_t stream) {
-  return launch(restore_kernel<Config>, tile_count(Config::kDType, numel), Config::kThreads, Config::kSharedBytes,
-                stream, data, numel, store);
+  return launch<restore_kernel<Config>, Config>(tile_count(Config::kDType, numel), stream, data, numel, store);
 }
 
 template <DType D, Codec C>

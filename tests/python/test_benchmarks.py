@@ -306,10 +306,10 @@ def test_tables_of_kernels_put_codecs_side_by_side():
     assert "| relu² | bf16 | 0.2 | – | 0.91 ✗ / 0.90 ✗ / 0.95 | 0.91 / 0.90 / 0.95 |" in table.as_markdown()
 
 
-def test_a_picture_needs_a_result_of_kernels(tmp_path, capsys):
+def test_a_picture_needs_a_result_that_has_one(tmp_path, capsys):
     path = store(tmp_path / "a.json", GOOD)
     assert plot.main([str(path), str(tmp_path / "a.png")]) == 2
-    assert "expected a result of kernels, got 'something'" in capsys.readouterr().err
+    assert "expected a result of kernels or models, got 'something'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("device", DEVICES)
