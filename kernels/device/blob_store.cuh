@@ -14,6 +14,7 @@
 #include "bitsparse/format.h"
 #include "device/page_ring.cuh"
 #include "device/ptx.cuh"
+#include "device/tile.cuh"
 #include "launch.h"
 
 namespace bitsparse::kernels {
@@ -177,7 +178,7 @@ __device__ __forceinline__ Placement place_blob(const BlobStore& store, const Re
                                                 std::uint32_t units, std::uint32_t kept) {
   const std::uint64_t offset = reservation.offset;
   if (!store.pages) {
-    store.tiles[blockIdx.x] = make_entry(offset, units, kept);
+    store.tiles[this_tile()] = make_entry(offset, units, kept);
     return {store.payload + offset * kUnitBytes, nullptr, units, false};
   }
   const std::uint64_t index = offset >> store.page_shift;
@@ -192,7 +193,7 @@ __device__ __forceinline__ Placement place_blob(const BlobStore& store, const Re
   std::uint8_t* const first = page_address(page) + within * kUnitBytes;
   const std::uint64_t at =
       crosses || lost ? offset | kLeaseByOffset : reinterpret_cast<std::uint64_t>(first) / kUnitBytes;
-  store.tiles[blockIdx.x] = at | static_cast<std::uint64_t>(units) << kLeaseSizeShift | (lost ? kEntryLost : 0);
+  store.tiles[this_tile()] = at | static_cast<std::uint64_t>(units) << kLeaseSizeShift | (lost ? kEntryLost : 0);
   return {first, page_address(next), crosses ? page_units - within : units, lost};
 }
 

@@ -16,6 +16,7 @@
 #include "device/ptx.cuh"
 #include "device/scalar.cuh"
 #include "device/slots.cuh"
+#include "device/tile.cuh"
 #include "launch.h"
 #include "tuning.h"
 
@@ -153,7 +154,7 @@ __device__ __forceinline__ void compress_tile(const void* in, void* out, std::in
   std::uint32_t* const stage = shared;
   std::uint32_t* const slots = shared + Config::kStageWords + warp * Config::kSlotWords;
 
-  const std::int64_t first = (static_cast<std::int64_t>(blockIdx.x) * kBlocks + warp) * kBlockElements;
+  const std::int64_t first = (static_cast<std::int64_t>(this_tile()) * kBlocks + warp) * kBlockElements;
   LaneBlock<Config> block;
   read_block<Config, Whole>(in, out, first, numel, lane, block);
   const BlockPlan plan = prepare_block(block, slots, Whole || first + kBlockElements <= numel, lane);
@@ -191,7 +192,7 @@ template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, resident_blocks(Target::kCompress, Config::kDType))
     compress_kernel(const void* in, void* out, std::int64_t numel, const __grid_constant__ BlobStore store) {
   const std::uintptr_t addresses = reinterpret_cast<std::uintptr_t>(in) | reinterpret_cast<std::uintptr_t>(out);
-  if (tile_is_whole<Config::kBytes>(reinterpret_cast<const void*>(addresses), blockIdx.x, numel))
+  if (tile_is_whole<Config::kBytes>(reinterpret_cast<const void*>(addresses), this_tile(), numel))
     compress_tile<Config, true>(in, out, numel, store);
   else
     compress_edge_tile<Config>(in, out, numel, store);

@@ -13,6 +13,7 @@
 #include "device/mask.cuh"
 #include "device/ptx.cuh"
 #include "device/scalar.cuh"
+#include "device/tile.cuh"
 #include "launch.h"
 #include "tuning.h"
 
@@ -97,7 +98,7 @@ struct BlobLoad {
   __device__ __forceinline__ void start(const BlobStore& store) const {
     if constexpr (!Target::kBulkCopy) return;
     if (threadIdx.x != 0) return;
-    const std::uint64_t entry = __ldg(reinterpret_cast<const unsigned long long*>(&store.tiles[blockIdx.x]));
+    const std::uint64_t entry = __ldg(reinterpret_cast<const unsigned long long*>(&store.tiles[this_tile()]));
     barrier_init(arrived);
     std::uint32_t units;
     const Placement from = find_blob(store, entry, units);
@@ -119,7 +120,7 @@ struct BlobLoad {
     } else {
       std::uint32_t units;
       const Placement from =
-          find_blob(store, __ldg(reinterpret_cast<const unsigned long long*>(&store.tiles[blockIdx.x])), units);
+          find_blob(store, __ldg(reinterpret_cast<const unsigned long long*>(&store.tiles[this_tile()])), units);
       if (from.lost) return false;
       for (std::uint32_t i = threadIdx.x; i < units; i += blockDim.x) {
         const std::uint8_t* p =
@@ -167,7 +168,7 @@ __device__ __forceinline__ void restore_tile(void* data, std::int64_t numel, con
   std::uint32_t* stage = shared;
   const BlobLoad load{stage, &lost, &arrived};
   load.start(store);
-  const std::int64_t first = (static_cast<std::int64_t>(blockIdx.x) * L::kBlocksPerTile + warp) * kBlockElements;
+  const std::int64_t first = (static_cast<std::int64_t>(this_tile()) * L::kBlocksPerTile + warp) * kBlockElements;
   uint4 grad[kGradient ? L::kChunksPerLane : 1];
   if constexpr (kGradient) load_block<kBytes, Whole, false>(data, first, numel, lane, grad);
   if (!load.finish(store)) {  // the arena had no room for this tile: be seen
@@ -217,7 +218,7 @@ __device__ __noinline__ void restore_edge_tile(void* data, std::int64_t numel, c
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, resident_blocks(Target::kRestore, Config::kDType))
     restore_kernel(void* data, std::int64_t numel, const __grid_constant__ BlobStore store) {
-  if (tile_is_whole<Config::kBytes>(data, blockIdx.x, numel))
+  if (tile_is_whole<Config::kBytes>(data, this_tile(), numel))
     restore_tile<Config, true>(data, numel, store);
   else
     restore_edge_tile<Config>(data, numel, store);
