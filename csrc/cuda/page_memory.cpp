@@ -89,8 +89,10 @@ void PageMemory::rebuild(std::int64_t pages, CUDAStream stream) {
   slabs_.clear();
   capacity_pages_ = 0;
   reset_pool(stream);
-  if (pages) grow(pages, stream);
   offer_spill_pages(stream);
+  check(cudaStreamSynchronize(stream), "trimming an arena");  // whatever happens to the growth
+  if (pages == 0) return;
+  grow(pages, stream);
   check(cudaStreamSynchronize(stream), "trimming an arena");
 }
 

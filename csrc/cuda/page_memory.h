@@ -39,7 +39,8 @@ class PageMemory {
   void wait_for_growth(c10::cuda::CUDAStream stream);
   // Pinned host pages, once; fewer or none if the system has no memory for them, which is no error.
   void add_spill_region(c10::cuda::CUDAStream stream);
-  // Starts again with `pages` device pages in one slab. Nothing on the device may be using a page. Waits.
+  // Starts again with `pages` device pages in one slab. Nothing on the device may be using a page. Waits. Throws
+  // c10::OutOfMemoryError; then there are none.
   void rebuild(std::int64_t pages, c10::cuda::CUDAStream stream);
 
   kernels::PagePool* pool() const { return pool_; }  // null before initialise
