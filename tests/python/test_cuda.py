@@ -298,6 +298,29 @@ def test_several_devices():
     assert bitsparse.memory_stats("cuda:1", synchronize=True)["leases_total"] > 0
 
 
+@pytest.mark.parametrize("activation", ["relu", "relu_squared"])
+def test_kernels_without_an_arena(activation):
+    """The yardstick of the benchmarks does what the arena's operators do."""
+    op = torch.ops.bitsparse._contiguous.default
+    h, grad = (randn(300, 356, seed=seed, dtype=torch.bfloat16, device="cuda") for seed in (1, 2))
+    expected, lease = torch.ops.bitsparse._compress_activation.default(h, activation, "tight")
+    expected_grad = grad.clone()
+    torch.ops.bitsparse._activation_gradient_.default(expected_grad, lease, activation)
+    store = torch.zeros(2 * h.nbytes, dtype=torch.uint8, device="cuda")
+    for _ in range(3):
+        activated, restored, got = h.clone(), torch.full_like(h, -7), grad.clone()
+        op(activated, store, "compress", activation, "tight")
+        op(restored, store, "restore", activation, "tight")
+        op(got, store, "gradient", activation, "tight")
+        assert_same_bits(activated, expected)
+        assert_same_bits(restored, expected)
+        assert_same_bits(got, expected_grad)
+    with pytest.raises(ValueError, match=r"expected store to be \d+ bytes"):
+        op(h, store[:1000], "compress", activation, "tight")
+    with pytest.raises(ValueError, match="expected operation to be"):
+        op(h, store, "pack", activation, "tight")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("log2", [31, 32])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
