@@ -37,6 +37,7 @@ void CudaArena::initialise(CUDAStream stream) {
   if (ready_) return;
   set_up(stream, [&](CUDAStream on) {
     if (!pages_.pool()) pages_.initialise(options_.spill_bytes, on);
+    if (!fixed() && !has_bound()) pages_.prepare_spill_region();  // the second step will want it
     if (fixed() && *options_.capacity >= kPageBytes) pages_.grow(*options_.capacity / kPageBytes, on);
     if (fixed() || options_.density_bound) pages_.add_spill_region(on);
     check(cudaStreamSynchronize(on), "creating an arena");  // once; from here on any stream may use the pool

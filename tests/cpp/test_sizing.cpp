@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <deque>
+#include <iostream>
 #include <map>
 #include <random>
 #include <string>
@@ -639,6 +640,7 @@ class Machine {
 TEST(Sizing, RandomWorkOnThreeStreams) {
   const char* given = std::getenv("BITSPARSE_TEST_SEED");
   const std::uint64_t first = given ? std::stoull(given) : std::random_device{}();
+  std::cout << "BITSPARSE_TEST_SEED=" << first << std::endl;
   for (std::uint64_t seed = first; seed < first + 200; ++seed) {
     SCOPED_TRACE("BITSPARSE_TEST_SEED=" + std::to_string(seed));
     Machine(seed).run(2000);
