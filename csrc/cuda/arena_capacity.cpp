@@ -94,10 +94,10 @@ void CudaArena::ensure_capacity(const Sizing::Request& request, CUDAStream strea
     // Sizes may be more than expected only where there is a spill region.
     if (request.captured && (demand.may_wait || pages_.spill_pages() == 0))
       demand = {sizing_.worst_case_demand(request), false};
+    while (demand.may_wait && demand.pages > pages_.capacity_pages() && wait_for_oldest_unfinished(stream))
+      demand = sizing_.demand(request);  // meanwhile other threads may have ended the step that brought the shape
     if (!request.captured && !demand.may_wait && pages_.spill_pages() == 0)
       set_up(stream, [&](CUDAStream on) { pages_.add_spill_region(on); });
-    while (demand.may_wait && demand.pages > pages_.capacity_pages() && wait_for_oldest_unfinished(stream))
-      demand = sizing_.demand(request);
     pages = demand.pages;
   }
   // Each refusal makes PyTorch empty its cache and wait for the device: not for every lease.

@@ -360,3 +360,33 @@ def test_a_thousand_replays_of_changing_densities(kind, capfd):
     del captured
     torch.cuda.synchronize()
     assert_nothing_is_left(arena)
+
+
+def test_growth_that_pytorch_refuses_goes_to_the_spill_region():
+    each = layer(1.0)
+    h = each.h.clone()
+    arena = bitsparse.Arena("cuda")
+    with arena:  # the arena exists, and is as small as it gets
+        torch.ops.bitsparse._compress_activation_.default(each.h[:1].clone(), "relu", "tight")
+    gc.collect()
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties("cuda").total_memory
+    filler = []
+    try:
+        torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
+        with pytest.raises(torch.OutOfMemoryError):
+            while True:
+                filler.append(torch.empty(4 * PAGE, dtype=torch.uint8, device="cuda"))
+        with arena:
+            lease = torch.ops.bitsparse._compress_activation_.default(h, "relu", "tight")
+        stats = arena.memory_stats(synchronize=True)
+    finally:
+        filler.clear()
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert stats["failures"] == 0, stats
+    assert stats["spilled"] > 0, stats
+    assert stats["in_use"] <= stats["capacity"] + stats["spilled"], stats
+    restored = torch.ops.bitsparse._restore_activation.default(lease, list(h.shape), h.dtype, "relu")
+    assert_same_bits(restored, each.h)
+    del lease
+    assert_nothing_is_left(arena)
