@@ -154,8 +154,9 @@ class Arena:
         self._arena.reset_peak_memory_stats()
 
     def trim(self) -> None:
-        """Returns memory above the high-water mark to PyTorch's allocator. Waits for the device; does nothing while
-        compressed activations are alive, so call it between steps."""
+        """Returns memory above the high-water mark, and its headroom, to PyTorch's allocator. The mark is that of the steps
+        since the last call, so that an arena can follow densities that fall: call it after steps like those to come.
+        Waits for the device; does nothing while compressed activations are alive, so call it between steps."""
         self._arena.trim()
 
     def __repr__(self) -> str:

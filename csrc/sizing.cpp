@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 namespace bitsparse {
 
@@ -169,6 +170,18 @@ std::int64_t Sizing::with_headroom(std::int64_t pages) const {
 }
 
 // The device counts what graphs hold too, but only between replays does the host know how much that is.
-void Sizing::note_high_water(std::int64_t pages) { high_water_ = std::max(high_water_, pages - graph_pages_); }
+void Sizing::note_high_water(std::int64_t pages) {
+  recent_high_water_ = std::max(recent_high_water_, pages - graph_pages_);
+  high_water_ = std::max(high_water_, recent_high_water_);
+}
+
+void Sizing::note_loss(std::int64_t pages) {
+  high_water_ += pages;
+  recent_high_water_ = high_water_;
+}
+
+void Sizing::forget_older_high_water() {
+  if (recent_high_water_ > 0) high_water_ = std::exchange(recent_high_water_, 0);
+}
 
 }  // namespace bitsparse

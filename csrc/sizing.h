@@ -65,6 +65,10 @@ class Sizing {
   // Capacity for steady state, in pages, if no graph holds any.
   std::int64_t steady_pages() const { return with_headroom(high_water_); }
   void note_high_water(std::int64_t pages);
+  // A lease of this size found no room, so that the mark does not say what was needed: the lease counts on top of it.
+  void note_loss(std::int64_t pages);
+  // The mark becomes the highest since the last call, if there was any.
+  void forget_older_high_water();
 
   std::int64_t live() const { return live_; }
   std::int64_t high_water() const { return high_water_; }    // without what graphs hold between replays
@@ -123,6 +127,7 @@ class Sizing {
   std::int64_t most_live_ = 0;   // ... at once, in completed steps
   std::int64_t step_most_live_ = 0;
   std::int64_t high_water_ = 0;
+  std::int64_t recent_high_water_ = 0;  // since the last forget_older_high_water
   std::int64_t known_pages_ = 0;
   std::int64_t graph_pages_ = 0;  // known ones that graphs hold between replays
   bool trim_due_ = false;

@@ -17,6 +17,7 @@ using c10::cuda::CUDAStream;
 
 namespace {
 
+constexpr std::int64_t kLeasesBeforeAskingAgain = 64;
 constexpr std::int64_t kGrowthPages = 4;  // slabs come in multiples of 2 MiB, as PyTorch's large blocks do
 
 }  // namespace
@@ -33,13 +34,15 @@ void CudaArena::set_up(CUDAStream stream, Work work) {
 }
 
 void CudaArena::initialise(CUDAStream stream) {
-  if (pages_.pool()) return;
+  if (ready_) return;
   set_up(stream, [&](CUDAStream on) {
-    pages_.initialise(options_.spill_bytes, on);
+    if (!pages_.pool()) pages_.initialise(options_.spill_bytes, on);
+    if (!fixed() && !has_bound()) pages_.prepare_spill_region();  // the second step will want it
     if (fixed() && *options_.capacity >= kPageBytes) pages_.grow(*options_.capacity / kPageBytes, on);
     if (fixed() || options_.density_bound) pages_.add_spill_region(on);
     check(cudaStreamSynchronize(on), "creating an arena");  // once; from here on any stream may use the pool
   });
+  ready_ = true;  // if PyTorch had no memory the next call tries again
 }
 
 LeaseSlot* CudaArena::new_slot(const SlotClass& size, CUDAStream stream) {
@@ -91,20 +94,31 @@ void CudaArena::ensure_capacity(const Sizing::Request& request, CUDAStream strea
     // Sizes may be more than expected only where there is a spill region.
     if (request.captured && (demand.may_wait || pages_.spill_pages() == 0))
       demand = {sizing_.worst_case_demand(request), false};
+    while (demand.may_wait && demand.pages > pages_.capacity_pages() && wait_for_oldest_unfinished(stream))
+      demand = sizing_.demand(request);  // meanwhile other threads may have ended the step that brought the shape
     if (!request.captured && !demand.may_wait && pages_.spill_pages() == 0)
       set_up(stream, [&](CUDAStream on) { pages_.add_spill_region(on); });
-    while (demand.may_wait && demand.pages > pages_.capacity_pages() && wait_for_oldest_unfinished(stream))
-      demand = sizing_.demand(request);
     pages = demand.pages;
   }
-  if (pages <= pages_.capacity_pages()) return;
-  const std::int64_t more = (pages - pages_.capacity_pages() + kGrowthPages - 1) / kGrowthPages * kGrowthPages;
-  try {
-    set_up(stream, [&](CUDAStream on) { pages_.grow(more, on); });
-    ++growths_;
-  } catch (const c10::OutOfMemoryError&) {
-    if (pages_.capacity_pages() == 0 && pages_.spill_pages() == 0)
-      throw;  // else try with what there is: a full arena is noticed
+  // Each refusal makes PyTorch empty its cache and wait for the device: not for every lease.
+  const bool refused = leases_total_ < ask_again_at_ && sizing_.live() > 0;
+  if (pages > pages_.capacity_pages() && !refused) grow(pages - pages_.capacity_pages(), stream);
+}
+
+// As far as PyTorch has memory. Worst cases seldom come, and a full arena is noticed: what there is may do.
+void CudaArena::grow(std::int64_t pages, CUDAStream stream) {
+  for (std::int64_t slabs = (pages + kGrowthPages - 1) / kGrowthPages;; slabs /= 2) {
+    try {
+      set_up(stream, [&](CUDAStream on) { pages_.grow(slabs * kGrowthPages, on); });
+      ++growths_;
+      return;
+    } catch (const c10::OutOfMemoryError&) {
+      if (slabs > 1) continue;
+      set_up(stream, [&](CUDAStream on) { pages_.add_spill_region(on); });
+      if (pages_.capacity_pages() == 0 && pages_.spill_pages() == 0) throw;
+      ask_again_at_ = leases_total_ + kLeasesBeforeAskingAgain;
+      return;
+    }
   }
 }
 
@@ -116,22 +130,32 @@ bool CudaArena::may_stay_warm(const Sizing::Request& request) const {
 
 void CudaArena::trim_if_due(CUDAStream stream) {
   if (fixed() || !sizing_.take_trim_due() || has_bound()) return;
-  trim_to_high_water(stream);
+  trim_to_high_water(stream, /*asked=*/false);
 }
 
-void CudaArena::trim_to_high_water(CUDAStream stream) {
+void CudaArena::trim_to_high_water(CUDAStream stream, bool asked) {
   const auto in_use = [](const auto& lease) {
     return lease->phase == LeaseState::Phase::live || lease->capture || capture_of(lease->home);
   };
   if (std::any_of(leases_.begin(), leases_.end(), in_use)) return;
   flush_all();
-  if (!leases_.empty()) ++waits_;
+  if (!leases_.empty() && !asked) ++waits_;
   for (const auto& lease : leases_) check(cudaStreamSynchronize(lease->home), "waiting for leases to end");
   poll();
   if (!leases_.empty()) return;
-  const std::int64_t pages = sizing_.steady_pages();  // now that all of the step is known
+  // Now all of the step is known, and nothing in flight uses a page.
+  if (asked) {
+    sizing_.forget_older_high_water();
+    check(kernels::reset_high_water(pages_.pool(), stream), "trimming an arena");
+    check(cudaStreamSynchronize(stream), "trimming an arena");
+  }
+  const std::int64_t pages = sizing_.steady_pages();
   if (pages >= pages_.capacity_pages()) return;
-  pages_.rebuild(pages, stream);  // nothing in flight uses a page
+  try {
+    pages_.rebuild(pages, stream);
+  } catch (const c10::OutOfMemoryError&) {
+    // Not in one slab. The next lease asks for what it needs.
+  }
 }
 
 void CudaArena::trim() {
@@ -139,7 +163,7 @@ void CudaArena::trim() {
   if (!pages_.pool() || fixed()) return;
   const c10::cuda::CUDAGuard guard(device());
   poll();
-  trim_to_high_water(c10::cuda::getCurrentCUDAStream());
+  trim_to_high_water(c10::cuda::getCurrentCUDAStream(), /*asked=*/true);
 }
 
 std::string CudaArena::advice_on_loss() const {

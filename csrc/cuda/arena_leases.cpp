@@ -46,6 +46,7 @@ CudaArena::~CudaArena() {
   try {
     const c10::cuda::CUDAGuard guard(device());
     RelaxedCapture relaxed;
+    take_ended();
     flush_all();  // the streams then wait for readers on other streams
     for (const auto& lease : leases_)
       if (!capture_of(lease->home)) check(cudaStreamSynchronize(lease->home), "destroying an arena");
@@ -139,19 +140,27 @@ void CudaArena::flush_all() {
 
 void CudaArena::end_lease(LeaseState& lease) noexcept {
   try {
-    std::lock_guard<std::mutex> lock(mutex_);
-    sizing_.ending(lease.id);
-    lease.phase = lease.numel ? Phase::kept : Phase::over;
-    if (lease.numel == 0) return;
+    CaptureId capture = 0;
     if (lease.capture) {
-      // Later compressions of the same capture may have the slot. Where the lease ends outside of it, each replay goes
-      // on writing to the slot after that end.
       const c10::cuda::CUDAGuard guard(device());
-      if (capture_of(lease.home).id != lease.capture) return;
+      capture = capture_of(lease.home).id;
     }
-    warm_.add(&lease);
+    ended_.add({&lease, capture});
   } catch (const std::exception&) {
     // The process is ending and the CUDA context with it, or the device has failed, which the next call will report.
+  }
+}
+
+void CudaArena::take_ended() {
+  for (const EndedLease& ended : ended_.take()) {
+    LeaseState& lease = *ended.lease;
+    sizing_.ending(lease.id);
+    lease.phase = lease.numel ? Phase::kept : Phase::over;
+    if (lease.numel == 0) continue;
+    // Later compressions of the same capture may have the slot. Where the lease ends outside of it, each replay goes on
+    // writing to the slot after that end.
+    if (lease.capture && lease.capture != ended.capture) continue;
+    warm_.add(&lease);
   }
 }
 
@@ -176,6 +185,7 @@ void CudaArena::adopt_orphans() {
 }
 
 void CudaArena::poll() {
+  take_ended();
   adopt_orphans();
   std::size_t kept = 0;
   for (auto& lease : leases_) {
@@ -213,9 +223,9 @@ void CudaArena::read_record(LeaseState& lease) {
     if (lease.id > peak_since_) peak_pages_ = std::max(peak_pages_, pages);
   }
   if (!lease.finished) return;
-  if (record.lost_tiles) {
+  if (record.lost_tiles && (!lease.lost || lease.capture)) {  // the same loss may be counted on for a while
     record.lost_tiles = 0;
-    lease.lost = true;
+    if (!std::exchange(lease.lost, true)) sizing_.note_loss(pages_of_units(lease.units));
     ++failures_;
     failure_ = c10::str("the arena of ", device(), " was full: a lease of ", lease.dense_bytes, " bytes dense needed ",
                         lease.units * kUnitBytes, " bytes; the arena's capacity is ",

@@ -12,6 +12,7 @@
 #include "bitsparse/arena.h"
 #include "cuda/capture.h"
 #include "cuda/graph_owner.h"
+#include "cuda/inbox.h"
 #include "cuda/lease_state.h"
 #include "cuda/page_memory.h"
 #include "cuda/record_pool.h"
@@ -39,7 +40,9 @@ class CudaArena final : public Arena {
  private:
   using CUDAStream = c10::cuda::CUDAStream;
 
-  // Everything below runs with mutex_ held and, where it calls CUDA, the arena's device current.
+  // Everything below runs with mutex_ held and, where it calls CUDA, the arena's device current. The holder of mutex_
+  // may wait for the device, and for Python's lock inside of PyTorch's allocator: whoever may hold that lock, as those
+  // do who drop tensors, must not wait for mutex_.
 
   // arena.cpp
   template <class Launch>
@@ -56,6 +59,7 @@ class CudaArena final : public Arena {
   template <class Predicate>
   void flush_if(Predicate wanted);
   void flush_all();
+  void take_ended();
   void adopt_orphans();
   // Reads the records and forgets the leases that are over. Waits for nothing.
   void poll();
@@ -74,7 +78,8 @@ class CudaArena final : public Arena {
   bool may_stay_warm(const Sizing::Request& request) const;
   LeaseSlot* new_slot(const SlotClass& size, CUDAStream stream);
   bool wait_for_oldest_unfinished(CUDAStream stream);
-  void trim_to_high_water(CUDAStream stream);
+  void grow(std::int64_t pages, CUDAStream stream);
+  void trim_to_high_water(CUDAStream stream, bool asked);
   std::string advice_on_loss() const;
   std::string advice_on_spill() const;
 
@@ -87,11 +92,15 @@ class CudaArena final : public Arena {
   RecordPool records_;
   WarmSlots warm_;
   std::vector<std::unique_ptr<LeaseState>> leases_;  // in the order of their start, until they are over
+  Inbox<EndedLease> ended_;
   std::shared_ptr<OrphanedLeases> orphans_ = std::make_shared<OrphanedLeases>();
 
   // The user's high-water mark: of leases that started since the last reset.
   std::int64_t peak_pages_ = 0;
   Sizing::LeaseId peak_since_ = 0;
+
+  bool ready_ = false;             // initialise has done all its work
+  std::int64_t ask_again_at_ = 0;  // in leases_total_: PyTorch refused memory, and would again
 
   std::string failure_;  // to be raised by the next call
   std::string warning_;  // to be given by it, once in the arena's life

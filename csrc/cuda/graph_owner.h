@@ -4,29 +4,14 @@
 #include <cuda_runtime_api.h>
 
 #include <memory>
-#include <mutex>
-#include <vector>
 
+#include "cuda/inbox.h"
 #include "cuda/lease_state.h"
 
 namespace bitsparse::cuda {
 
 // Captured leases whose graph has been destroyed. The graph's callback may not call CUDA, so it leaves them here.
-class OrphanedLeases {
- public:
-  void add(LeaseState* lease) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    leases_.push_back(lease);
-  }
-  std::vector<LeaseState*> take() {
-    std::lock_guard<std::mutex> lock(mutex_);
-    return std::exchange(leases_, {});
-  }
-
- private:
-  std::mutex mutex_;
-  std::vector<LeaseState*> leases_;
-};
+using OrphanedLeases = Inbox<LeaseState*>;
 
 // Ties `lease` to the life of `graph` and of what is instantiated from it.
 void own_by_graph(cudaGraph_t graph, LeaseState* lease, std::shared_ptr<OrphanedLeases> orphans);

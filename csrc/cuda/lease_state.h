@@ -4,6 +4,7 @@
 #include <ATen/cuda/CUDAEvent.h>
 #include <c10/cuda/CUDAStream.h>
 
+#include <atomic>
 #include <vector>
 
 #include "cuda/capture.h"
@@ -35,7 +36,9 @@ struct LeaseState {
   LeaseSlot* slot;                   // null once taken over
   volatile kernels::LeaseRecord* const record;
   Sizing::LeaseId id = 0;
-  CaptureId capture = 0;  // the graph capture it belongs to, until the graph is gone; 0: none
+  // The graph capture it belongs to, until the graph is gone; 0: none. Atomic, as the lease's end looks at it without
+  // the arena's lock.
+  std::atomic<CaptureId> capture{0};
   std::int64_t numel = 0;
   std::int64_t dense_bytes = 0;
   std::vector<Reader> readers;
@@ -50,6 +53,12 @@ struct LeaseState {
   // later, says so the predecessor's is through.
   LeaseState* successor = nullptr;
   bool has_predecessor = false;  // that waits for this record
+};
+
+// A lease whose owner is gone, before the arena has taken note of it.
+struct EndedLease {
+  LeaseState* lease;
+  CaptureId capture;  // in which graph capture it ended, if the lease belongs to one; 0: in none
 };
 
 }  // namespace bitsparse::cuda

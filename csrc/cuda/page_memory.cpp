@@ -17,10 +17,6 @@ std::uint32_t slots_for(std::int64_t pages) {
 
 }  // namespace
 
-PageMemory::~PageMemory() {
-  if (spill_) cudaFreeHost(spill_);
-}
-
 void PageMemory::initialise(std::int64_t spill_bytes, CUDAStream stream) {
   std::size_t free_bytes = 0, total_bytes = 0;
   check(cudaMemGetInfo(&free_bytes, &total_bytes), "cudaMemGetInfo");
@@ -65,10 +61,8 @@ void PageMemory::wait_for_growth(CUDAStream stream) {
 
 void PageMemory::add_spill_region(CUDAStream stream) {
   if (spill_ || spill_limit_pages_ == 0) return;
-  const unsigned flags = cudaHostAllocMapped | cudaHostAllocPortable;
-  if (cudaHostAlloc(&spill_, spill_limit_pages_ * kPageBytes, flags) != cudaSuccess) {
-    cudaGetLastError();
-    spill_ = nullptr;
+  spill_ = spill_region_.pin(spill_limit_pages_ * kPageBytes);
+  if (!spill_) {
     spill_limit_pages_ = 0;  // not to try again
     return;
   }
@@ -89,8 +83,10 @@ void PageMemory::rebuild(std::int64_t pages, CUDAStream stream) {
   slabs_.clear();
   capacity_pages_ = 0;
   reset_pool(stream);
-  if (pages) grow(pages, stream);
   offer_spill_pages(stream);
+  check(cudaStreamSynchronize(stream), "trimming an arena");  // whatever happens to the growth
+  if (pages == 0) return;
+  grow(pages, stream);
   check(cudaStreamSynchronize(stream), "trimming an arena");
 }
 

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "bitsparse/format.h"
+#include "cuda/spill_region.h"
 #include "launch.h"
 
 namespace bitsparse::cuda {
@@ -28,7 +29,6 @@ constexpr std::int64_t pages_of_bytes(std::int64_t bytes) { return (bytes + kPag
 class PageMemory {
  public:
   PageMemory() = default;
-  ~PageMemory();
   PageMemory(const PageMemory&) = delete;
   PageMemory& operator=(const PageMemory&) = delete;
 
@@ -37,9 +37,12 @@ class PageMemory {
   // Adds pages without waiting; later work of other streams must wait_for_growth. Throws c10::OutOfMemoryError.
   void grow(std::int64_t pages, c10::cuda::CUDAStream stream);
   void wait_for_growth(c10::cuda::CUDAStream stream);
-  // Pinned host pages, once; fewer or none if the system has no memory for them, which is no error.
+  // Has the system begin with the memory of add_spill_region.
+  void prepare_spill_region() { spill_region_.prepare(spill_limit_pages_ * kPageBytes); }
+  // Pinned host pages, once; none if the system has no memory for them, which is no error.
   void add_spill_region(c10::cuda::CUDAStream stream);
-  // Starts again with `pages` device pages in one slab. Nothing on the device may be using a page. Waits.
+  // Starts again with `pages` device pages in one slab. Nothing on the device may be using a page. Waits. Throws
+  // c10::OutOfMemoryError; then there are none.
   void rebuild(std::int64_t pages, c10::cuda::CUDAStream stream);
 
   kernels::PagePool* pool() const { return pool_; }  // null before initialise
@@ -58,7 +61,8 @@ class PageMemory {
   std::vector<c10::DataPtr> slabs_;
   std::int64_t capacity_pages_ = 0;
   std::int64_t spill_limit_pages_ = 0;
-  void* spill_ = nullptr;
+  SpillRegion spill_region_;
+  void* spill_ = nullptr;  // in it
   std::int64_t spill_pages_ = 0;
   std::optional<c10::cuda::CUDAStream> growth_stream_;
   at::cuda::CUDAEvent growth_event_;

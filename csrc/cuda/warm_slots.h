@@ -30,6 +30,7 @@ class WarmSlots {
   // Those for which wanted(lease), out of the list.
   template <class Predicate>
   std::vector<LeaseState*> take_if(Predicate wanted) {
+    if (std::none_of(leases_.begin(), leases_.end(), [&](LeaseState* lease) { return wanted(*lease); })) return {};
     const auto taken =
         std::stable_partition(leases_.begin(), leases_.end(), [&](LeaseState* lease) { return !wanted(*lease); });
     std::vector<LeaseState*> result(taken, leases_.end());

@@ -74,7 +74,8 @@ PYBIND11_MODULE(_C, m) {
           "memory_stats",
           [](bitsparse::Arena& arena, bool synchronize) { return to_dict(stats_without_gil(arena, synchronize)); },
           "synchronize"_a = false)
-      .def("reset_peak_memory_stats", &bitsparse::Arena::reset_peak_memory_stats)
+      .def("reset_peak_memory_stats", &bitsparse::Arena::reset_peak_memory_stats,
+           py::call_guard<py::gil_scoped_release>())
       .def("trim", &bitsparse::Arena::trim, py::call_guard<py::gil_scoped_release>())
       .def("use", [](std::shared_ptr<bitsparse::Arena> arena) { bitsparse::push_arena(std::move(arena)); })
       .def("unuse", [](const bitsparse::Arena& arena) { bitsparse::pop_arena(arena); });

@@ -194,6 +194,15 @@ def test_cpu(run_python, tmp_path):
     assert values["bf16/density=0.2/raw/unpack/ms"] > 0
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_arena(run_python, tmp_path, device):
+    values = run_benchmark(run_python, tmp_path, "arena", "--quick", "--rounds", "1", "--device", device).values()
+    assert values["warm_up/default/step1_ms"] > 0 and values["warm_up/both_steps/of_worst_case"] > 0
+    assert values["warm_up/later_waits"] == 0
+    assert ("host/12_live/compress/added_us" in values) == (device == "cuda")
+    assert ("kernels/restore/of_contiguous" in values) == (device == "cuda")
+
+
 KERNELS = ["--quick", "--no-compile", "--rows", "64", "--columns", "1000", "--rounds", "1"]
 
 

@@ -298,6 +298,29 @@ def test_several_devices():
     assert bitsparse.memory_stats("cuda:1", synchronize=True)["leases_total"] > 0
 
 
+@pytest.mark.parametrize("activation", ["relu", "relu_squared"])
+def test_kernels_without_an_arena(activation):
+    """The yardstick of the benchmarks does what the arena's operators do."""
+    op = torch.ops.bitsparse._contiguous.default
+    h, grad = (randn(300, 356, seed=seed, dtype=torch.bfloat16, device="cuda") for seed in (1, 2))
+    expected, lease = torch.ops.bitsparse._compress_activation.default(h, activation, "tight")
+    expected_grad = grad.clone()
+    torch.ops.bitsparse._activation_gradient_.default(expected_grad, lease, activation)
+    store = torch.zeros(2 * h.nbytes, dtype=torch.uint8, device="cuda")
+    for _ in range(3):
+        activated, restored, got = h.clone(), torch.full_like(h, -7), grad.clone()
+        op(activated, store, "compress", activation, "tight")
+        op(restored, store, "restore", activation, "tight")
+        op(got, store, "gradient", activation, "tight")
+        assert_same_bits(activated, expected)
+        assert_same_bits(restored, expected)
+        assert_same_bits(got, expected_grad)
+    with pytest.raises(ValueError, match=r"expected store to be \d+ bytes"):
+        op(h, store[:1000], "compress", activation, "tight")
+    with pytest.raises(ValueError, match="expected operation to be"):
+        op(h, store, "pack", activation, "tight")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("log2", [31, 32])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
@@ -338,4 +361,53 @@ def test_cuda_graphs_of_inductor():
     with torch._inductor.config.patch(force_disable_caches=True):  # cached code hides what is tested
         got = losses_of(compiled, torch.compile(compiled, mode="reduce-overhead"), batches)
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=0.0)
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+def test_cuda_graphs_of_inductor_change_no_bit():
+    """The code that inductor makes, with CUDA graphs around the arena's operators and without: equal losses and weights
+    after steps whose data and densities change, and graphs were recorded indeed."""
+    from torch._dynamo.utils import counters
+    from torch._inductor import cudagraph_trees
+
+    batches = [randn(64, 64, seed=i, dtype=torch.float32, device="cuda") for i in range(12)]
+    arena = bitsparse.Arena("cuda")
+    results = {}
+    for mode in ("default", "reduce-overhead"):
+        torch._dynamo.reset()
+        counters.clear()
+        torch.manual_seed(1)
+        model = Residual(lambda: bitsparse.nn.ReLUSquaredFFN(64)).cuda()
+        with torch._inductor.config.patch(force_disable_caches=True), arena:  # cached code hides what is tested
+            losses = losses_of(model, torch.compile(model, mode=mode, fullgraph=True), batches)
+        results[mode] = [losses, *(p.detach() for p in model.parameters())]
+    assert counters["inductor"]["cudagraph_partitions"] >= 4, counters["inductor"]  # around two blocks, both ways
+    manager = cudagraph_trees.get_manager(torch.cuda.current_device(), create_if_none_exists=False)
+    assert manager is not None and manager.new_graph_id().id >= 4, "no graphs were recorded"
+    for number, (a, b) in enumerate(zip(*results.values(), strict=True)):
+        assert_same_bits(b, a, "losses" if number == 0 else f"parameter {number - 1}")
+    assert len(set(results["default"][0].tolist())) == len(batches), "training does something"
+    stats = arena.memory_stats(synchronize=True)
+    assert (stats["live_leases"], stats["in_use"], stats["failures"]) == (0, 0, 0)
+    assert stats["leases_total"] >= 2 * 2 * len(batches), "two blocks, two ways to run"
+    del manager
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+def test_cuda_graphs_of_inductor_against_eager_blocks():
+    """Nothing for the compiler to fuse: outputs and gradients of graphed blocks are those of eager dense ones."""
+    tensors = ffn_arguments("cuda", torch.bfloat16, tokens=(256,), d_in=64, d_ff=256, d_out=64, bias=False)
+    compiled = torch.compile(bitsparse.relu_squared_ffn, mode="reduce-overhead", fullgraph=True)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        for step in range(6):
+            x = randn(256, 64, seed=step, dtype=torch.bfloat16, device="cuda", scale=1.0 + step)
+            grad = randn(256, 64, seed=50 + step, dtype=torch.bfloat16, device="cuda")
+            expected = run_backward(dense_ffn, [x, *tensors[1:]], grad)
+            torch.compiler.cudagraph_mark_step_begin()
+            got = run_backward(compiled, [x, *tensors[1:]], grad)
+            assert_same_bits(got[0], expected[0], f"step {step}: output")
+            for index, (a, b) in enumerate(zip(got[1], expected[1], strict=True)):
+                assert_same_bits(a, b, f"step {step}: gradient of argument {index}")
     torch._dynamo.reset()

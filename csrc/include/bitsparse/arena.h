@@ -32,9 +32,9 @@ struct MemoryStats {
   std::int64_t live_leases = 0;    // leases with an owner
   std::int64_t dense_bytes = 0;    // what the live leases of known size would take uncompressed
   std::int64_t payload_bytes = 0;  // what they really take
-  std::int64_t waits = 0;          // times the host waited for the device
+  std::int64_t waits = 0;          // times the host waited for the device without being asked to
   std::int64_t growths = 0;
-  std::int64_t failures = 0;  // leases that found no room
+  std::int64_t failures = 0;  // leases that found no room; of a graph's lease each replay that the host saw
   std::int64_t leases_total = 0;
   double payload_ratio = 0;  // payload_bytes / dense_bytes
 };
@@ -52,7 +52,8 @@ class Arena : public std::enable_shared_from_this<Arena> {
   virtual MemoryStats memory_stats(bool synchronize = false) = 0;
   virtual void reset_peak_memory_stats() = 0;
 
-  // Gives memory beyond the high-water mark back to PyTorch; waits for the device. Does nothing while leases are live.
+  // Gives memory beyond the high-water mark of the steps since the last call back to PyTorch; waits for the device.
+  // Does nothing while leases are live.
   virtual void trim() = 0;
 
   // Compresses `h` (contiguous) and writes its activation to `out`, which has the same shape and may be `h`. Returns
