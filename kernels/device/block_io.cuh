@@ -33,7 +33,7 @@ __device__ __forceinline__ bool tile_is_whole(const void* base, std::int64_t til
          (tile + 1) * BlockLayout<Bytes>::kTileElements <= numel;
 }
 
-// The lane's 32 elements as words, elements past the end as zero.
+// The lane's elements as words, elements past the end as zero.
 template <int Bytes, bool Whole, bool Streaming>
 __device__ __forceinline__ void load_block(const void* base, std::int64_t first, std::int64_t numel, int lane,
                                            uint4 (&v)[BlockLayout<Bytes>::kChunksPerLane]) {

@@ -1,27 +1,58 @@
-// A block's mask: lane l of a warp holds mask word l. Flat and two-level forms in shared memory.
+// A block's mask: each lane of a warp holds its own words. Flat and two-level forms in shared memory.
 #pragma once
 
 #include <cstdint>
 
 #include "bitsparse/format.h"
 #include "device/bits.cuh"
+#include "device/block_io.cuh"
 #include "device/ptx.cuh"
 
 namespace bitsparse::kernels {
 
-// The mask bits of one word of a lane (its j-th), given all-ones elements where kept.
 template <int Bytes>
-__device__ __forceinline__ std::uint32_t mask_bits(std::uint32_t kept, int j) {
-  if constexpr (Bytes == 4) return kept & (1u << j);
-  if constexpr (Bytes == 2) return kept & (0x00010001u << j);
-  // The product gathers the four top bits in bits 28..31.
-  if constexpr (Bytes == 1) return ((kept & 0x80808080u) * 0x00204081u >> 28) << (4 * j);
+struct LaneMask {
+  static constexpr int kWords = BlockLayout<Bytes>::kLaneMaskWords;
+  std::uint32_t words[kWords];
+
+  static __device__ __forceinline__ LaneMask filled_with(std::uint32_t word) {
+    LaneMask mask;
+#pragma unroll
+    for (std::uint32_t& w : mask.words) w = word;
+    return mask;
+  }
+  // The word with the bits of the elements in the lane's j-th word.
+  __device__ __forceinline__ std::uint32_t& of(int j) { return words[j * (4 / Bytes) / 32]; }
+  __device__ __forceinline__ std::uint32_t of(int j) const { return words[j * (4 / Bytes) / 32]; }
+  __device__ __forceinline__ std::uint32_t kept() const {
+    std::uint32_t count = 0;
+#pragma unroll
+    for (std::uint32_t word : words) count += __popc(word);
+    return count;
+  }
+};
+
+// Adds the bits of the lane's i-th chunk to its mask word, given all-ones elements where kept.
+template <int Bytes>
+__device__ __forceinline__ void add_mask_bits(std::uint32_t& mask, const std::uint32_t (&kept)[4], int i) {
+  if constexpr (Bytes == 1) {
+    // Sums of products with bytes that are 0 or -1: -1, -2, -4, -8 for the bits of one nibble, 16 times as much for the
+    // next.
+    const auto byte = [](std::uint32_t low, std::uint32_t high) {
+      const int nibble = __dp4a(static_cast<int>(low), static_cast<int>(0xf8fcfeffu), 0);
+      return static_cast<std::uint32_t>(__dp4a(static_cast<int>(high), static_cast<int>(0x80c0e0f0u), nibble));
+    };
+    const std::uint32_t bits = byte(kept[2], kept[3]) * 256 + byte(kept[0], kept[1]);
+    mask += i % 2 ? bits << 16 : bits;
+  } else {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) mask |= kept[j] & ((Bytes == 2 ? 0x00010001u : 1u) << (4 * i + j));
+  }
 }
 
-// Is the k-th element of the lane's j-th word kept?
-template <int Bytes>
-__device__ __forceinline__ bool mask_test(std::uint32_t mask, int j, int k) {
-  return mask & (1u << BlockLayout<Bytes>::mask_bit(j * (4 / Bytes) + k));
+// All bits of the bytes that the low four bits of a mask stand for.
+__device__ __forceinline__ std::uint32_t kept_bytes(std::uint32_t mask) {
+  return (((mask & 15) * 0x00204081u) & 0x01010101u) * 0xff;
 }
 
 // The lowest bit of every nibble that is not zero.
@@ -30,37 +61,76 @@ __device__ __forceinline__ std::uint32_t nonzero_nibbles(std::uint32_t x) {
   return (x | x >> 2) & 0x11111111u;
 }
 
-// Kept elements and mask nibbles that are not zero, of a lane or summed over lanes: side by side in a word, so that one
-// scan of a warp serves both.
+// Kept elements, mask nibbles that are not zero, and lanes with a negative kept element, of a lane or summed over
+// lanes: side by side in a word, so that one scan of a warp serves all.
 struct MaskCounts {
+  static constexpr int kNibbleShift = 16, kSignShift = 26;
   std::uint32_t packed;
   __device__ __forceinline__ std::uint32_t kept() const { return packed & 0xffff; }
-  __device__ __forceinline__ std::uint32_t nibbles() const { return packed >> 16; }
+  __device__ __forceinline__ std::uint32_t nibbles() const { return packed << (32 - kSignShift) >> (48 - kSignShift); }
+  __device__ __forceinline__ bool signs() const { return packed >> kSignShift; }
 };
 
-template <bool Nibbles>
-__device__ __forceinline__ MaskCounts count_mask(std::uint32_t mask) {
-  const std::uint32_t kept = __popc(mask);
+template <bool Nibbles, int Bytes>
+__device__ __forceinline__ MaskCounts count_mask(const LaneMask<Bytes>& mask, bool signs) {
+  const std::uint32_t kept = mask.kept() + (signs ? 1u << MaskCounts::kSignShift : 0);
   if constexpr (!Nibbles) return {kept};
-  return {kept + (static_cast<std::uint32_t>(__popc(nonzero_nibbles(mask))) << 16)};
+  std::uint32_t nibbles = 0;
+#pragma unroll
+  for (std::uint32_t word : mask.words) nibbles += __popc(nonzero_nibbles(word));
+  return {kept + (nibbles << MaskCounts::kNibbleShift)};
+}
+
+// Warp-wide: the flat form, and back.
+template <int Bytes>
+__device__ __forceinline__ void write_flat(std::uint32_t* out, const LaneMask<Bytes>& mask, int lane) {
+#pragma unroll
+  for (int w = 0; w < LaneMask<Bytes>::kWords; ++w) out[w * kLanes + lane] = mask.words[w];
+}
+template <int Bytes>
+__device__ __forceinline__ LaneMask<Bytes> read_flat(const std::uint32_t* in, int lane) {
+  LaneMask<Bytes> mask;
+#pragma unroll
+  for (int w = 0; w < LaneMask<Bytes>::kWords; ++w) mask.words[w] = in[w * kLanes + lane];
+  return mask;
 }
 
 // Warp-wide: the two-level form of `words` words. `before`: nibbles of lower lanes.
-__device__ __forceinline__ void write_two_level(std::uint32_t* out, std::uint32_t words, std::uint32_t mask,
+template <int Bytes>
+__device__ __forceinline__ void write_two_level(std::uint32_t* out, std::uint32_t words, const LaneMask<Bytes>& mask,
                                                 std::uint32_t before, int lane) {
-  std::uint32_t* nibbles = out + kPresenceWords;
-  if (lane < words - kPresenceWords) nibbles[lane] = 0;
-  const std::uint32_t nonzero = nonzero_nibbles(mask);
-  // Bit 4 i to bit i, by halves.
-  std::uint32_t presence = (nonzero | nonzero >> 3) & 0x03030303u;
-  presence = (presence | presence >> 6) & 0x000f000fu;
-  reinterpret_cast<std::uint8_t*>(out)[lane] = static_cast<std::uint8_t>(presence | presence >> 12);
-  std::uint32_t own = 0;
+  using L = BlockLayout<Bytes>;
+  constexpr int kWords = L::kLaneMaskWords;
+  std::uint32_t* nibbles = out + L::kPresenceWords;
 #pragma unroll
-  for (int i = 7; i >= 0; --i)
-    if (nonzero & (1u << (4 * i))) own = own << 4 | (mask >> (4 * i) & 15);
+  for (int w = 0; w < kWords; ++w)
+    if (w * kLanes + lane < words - L::kPresenceWords) nibbles[w * kLanes + lane] = 0;
+  std::uint32_t nonzero[kWords], own[kWords], presence = 0;
+#pragma unroll
+  for (int w = 0; w < kWords; ++w) {
+    nonzero[w] = nonzero_nibbles(mask.words[w]);
+    // Bit 4 i to bit i, by halves.
+    std::uint32_t present = (nonzero[w] | nonzero[w] >> 3) & 0x03030303u;
+    present = (present | present >> 6) & 0x000f000fu;
+    presence |= ((present | present >> 12) & (w == kWords - 1 ? ~0u : 0xffu)) << (8 * w);
+    own[w] = 0;
+#pragma unroll
+    for (int i = 7; i >= 0; --i)
+      if (nonzero[w] & (1u << (4 * i))) own[w] = own[w] << 4 | (mask.words[w] >> (4 * i) & 15);
+  }
+  reinterpret_cast<Slot<kWords>*>(out)[lane] = static_cast<Slot<kWords>>(presence);
   __syncwarp();
-  or_bits(nibbles, kNibbleBits * before, own);
+#pragma unroll
+  for (int w = 0; w < kWords; ++w) {
+    or_bits(nibbles, kNibbleBits * before, own[w]);
+    if (w + 1 < kWords) before += __popc(nonzero[w]);
+  }
+}
+
+// The presence bits of the lane's mask word w, given those of all its words.
+template <int Bytes>
+__device__ __forceinline__ std::uint32_t presence_byte(std::uint32_t presence, int w) {
+  return LaneMask<Bytes>::kWords == 1 ? presence : presence >> (8 * w) & 0xff;
 }
 
 // The inverse of collecting: the lowest nibbles of `x`, one for each presence bit, to the places of those bits. From
@@ -79,13 +149,24 @@ __device__ __forceinline__ std::uint32_t spread_nibbles(std::uint32_t x, std::ui
   return (x & low) | (high & present & 0xf0f0f0f0u);
 }
 
-// Warp-wide: the lane's mask word; `words` is the size of the form read.
-__device__ __forceinline__ std::uint32_t read_two_level(const std::uint32_t* in, int lane, std::uint32_t& words) {
-  const std::uint32_t presence = reinterpret_cast<const std::uint8_t*>(in)[lane];
+// Warp-wide: the lane's mask; `words` is the size of the form read.
+template <int Bytes>
+__device__ __forceinline__ LaneMask<Bytes> read_two_level(const std::uint32_t* in, int lane, std::uint32_t& words) {
+  using L = BlockLayout<Bytes>;
+  const std::uint32_t presence = reinterpret_cast<const Slot<L::kLaneMaskWords>*>(in)[lane];
   const std::uint32_t own = __popc(presence), through = warp_inclusive_sum(own);
-  const std::uint32_t nibbles = read_bits(in + kPresenceWords, kNibbleBits * (through - own));
-  words = two_level_words(__shfl_sync(~0u, through, kLanes - 1));
-  return spread_nibbles(nibbles, presence);
+  std::uint32_t before = through - own;
+  LaneMask<Bytes> mask;
+#pragma unroll
+  for (int w = 0; w < L::kLaneMaskWords; ++w) {
+    mask.words[w] = read_bits(in + L::kPresenceWords, kNibbleBits * before);
+    before += __popc(presence_byte<Bytes>(presence, w));
+  }
+  words = L::two_level_words(__shfl_sync(~0u, through, kLanes - 1));
+#pragma unroll
+  for (int w = 0; w < L::kLaneMaskWords; ++w)
+    mask.words[w] = spread_nibbles(mask.words[w], presence_byte<Bytes>(presence, w));
+  return mask;
 }
 
 }  // namespace bitsparse::kernels

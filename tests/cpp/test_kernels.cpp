@@ -320,7 +320,7 @@ Bytes random_data(std::int64_t n, DType dtype, std::uint64_t seed) {
 }
 
 std::int64_t tile_bytes(DType dtype) {
-  return std::int64_t{blocks_per_tile(dtype)} * kBlockElements * element_bytes(dtype);
+  return std::int64_t{blocks_per_tile(dtype)} * block_elements(dtype) * element_bytes(dtype);
 }
 
 // Lost tiles are NaN, all others exact.
