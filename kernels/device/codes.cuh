@@ -79,9 +79,12 @@ struct Codes {
     }
   }
 
-  // The inverse. May read two words past the codes and write up to the next multiple of kPerLane slots.
+  // The inverse; `change` is applied to each word of slots. May read two words past the codes and write up to the next
+  // multiple of kPerLane slots.
+  template <class Change>
   static __device__ __forceinline__ void unpack(const std::uint32_t* in, std::uint32_t count, std::uint32_t width,
-                                                std::uint32_t reference, std::uint32_t* slots, int lane) {
+                                                std::uint32_t reference, std::uint32_t* slots, int lane,
+                                                const Change& change) {
     const std::uint32_t lane_bits = kPerLane * width, shift = (lane_bits * lane) & 31;
     const std::uint32_t word_bits = lane_bits / 2, low_bits = ~0u >> (32 - word_bits);
     const std::uint32_t base = repeat(reference);
@@ -92,7 +95,7 @@ struct Codes {
       const std::uint32_t low = __funnelshift_r(from[0], from[1], shift);
       const std::uint32_t high = __funnelshift_r(from[1], from[2], shift);
       const std::uint32_t x0 = low & low_bits, x1 = __funnelshift_rc(low, high, word_bits) & low_bits;
-      *to = make_uint2(open_gaps(x0, width) + base, open_gaps(x1, width) + base);
+      *to = make_uint2(change(open_gaps(x0, width) + base), change(open_gaps(x1, width) + base));
       from += lane_bits;
       to += kLanes;
     }

@@ -58,7 +58,7 @@ __device__ __forceinline__ void read_block(const void* in, void* out, std::int64
   using L = typename Config::L;
   constexpr int kBytes = Config::kBytes;
   constexpr Epilogue E = Config::kEpilogue;
-  load_block<kBytes, Whole, true>(in, first, numel, lane, block.elements);
+  load_chunks<kBytes, Whole, true, 0, L::kChunksPerLane>(in, first, numel, lane, block.elements);
   block.mask = LaneMask<kBytes>::filled_with(0);
   std::uint32_t any = 0;
 #pragma unroll

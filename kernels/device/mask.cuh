@@ -81,6 +81,23 @@ __device__ __forceinline__ MaskCounts count_mask(const LaneMask<Bytes>& mask, bo
   return {kept + (nibbles << MaskCounts::kNibbleShift)};
 }
 
+// The nibbles of a mask word that are not zero, side by side from bit 0 on, and a presence bit for each of the eight.
+struct Nibbles {
+  std::uint32_t nibbles, presence;
+};
+__device__ __forceinline__ Nibbles collect_nibbles(std::uint32_t x) {
+  const std::uint32_t nonzero = nonzero_nibbles(x);
+  const std::uint32_t low = nonzero & 0x01010101u, high = nonzero >> 4 & 0x01010101u;  // one in each byte
+  // In each byte the first nibble that is not zero moves down; then the bytes move together.
+  const std::uint32_t has_low = low * 0xff;
+  x = (x & has_low) | ((x >> 4 & 0x0f0f0f0fu) & ~has_low);
+  const std::uint32_t begins = (low + high) * (kNibbleBits * 0x01010100u);
+  const auto moved = [&](int byte) {
+    return __funnelshift_l(0, x >> (8 * byte) & 0xff, begins >> (8 * byte));  // looks at five bits of the count
+  };
+  return {(x & 0xff) | moved(1) | moved(2) | moved(3), __dp4a(low, 0x40100401u, __dp4a(high, 0x80200802u, 0u))};
+}
+
 // Warp-wide: the flat form, and back.
 template <int Bytes>
 __device__ __forceinline__ void write_flat(std::uint32_t* out, const LaneMask<Bytes>& mask, int lane) {
@@ -105,25 +122,19 @@ __device__ __forceinline__ void write_two_level(std::uint32_t* out, std::uint32_
 #pragma unroll
   for (int w = 0; w < kWords; ++w)
     if (w * kLanes + lane < words - L::kPresenceWords) nibbles[w * kLanes + lane] = 0;
-  std::uint32_t nonzero[kWords], own[kWords], presence = 0;
+  std::uint32_t own[kWords], presence = 0;
 #pragma unroll
   for (int w = 0; w < kWords; ++w) {
-    nonzero[w] = nonzero_nibbles(mask.words[w]);
-    // Bit 4 i to bit i, by halves.
-    std::uint32_t present = (nonzero[w] | nonzero[w] >> 3) & 0x03030303u;
-    present = (present | present >> 6) & 0x000f000fu;
-    presence |= ((present | present >> 12) & (w == kWords - 1 ? ~0u : 0xffu)) << (8 * w);
-    own[w] = 0;
-#pragma unroll
-    for (int i = 7; i >= 0; --i)
-      if (nonzero[w] & (1u << (4 * i))) own[w] = own[w] << 4 | (mask.words[w] >> (4 * i) & 15);
+    const Nibbles collected = collect_nibbles(mask.words[w]);
+    own[w] = collected.nibbles;
+    presence |= collected.presence << (8 * w);
   }
   reinterpret_cast<Slot<kWords>*>(out)[lane] = static_cast<Slot<kWords>>(presence);
   __syncwarp();
 #pragma unroll
   for (int w = 0; w < kWords; ++w) {
     or_bits(nibbles, kNibbleBits * before, own[w]);
-    if (w + 1 < kWords) before += __popc(nonzero[w]);
+    before += __popc(presence >> (8 * w) & 0xff);
   }
 }
 

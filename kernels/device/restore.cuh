@@ -29,6 +29,10 @@ struct RestoreConfig {
   static constexpr Output kOutput = O;
   static constexpr int kBytes = Scalar<D>::kBytes;
   static constexpr bool kRotates = rotates_sign(C, K);
+  // What decoding the masks of bytes needs in registers, the gradient's last chunk can't have.
+  static constexpr int kLateChunks = kBytes == 1 ? 1 : 0;
+  // The activation of bytes is taken while they are side by side: most words of the block have fewer than four.
+  static constexpr bool kActivatesEarly = kBytes == 1 && O == Output::activation;
   using L = BlockLayout<kBytes>;
   static constexpr int kThreads = L::kBlocksPerTile * kLanes;
   static constexpr int kStageWords = (L::kMaxTileWords + 3) / 4 * 4 + 4;  // unpack reads up to two words past the codes
@@ -101,6 +105,7 @@ __device__ __forceinline__ void expand(const std::uint32_t* values, std::uint32_
         reader.skip(move.bits());
       }
       output(i, make_uint4(x[0], x[1], x[2], x[3]));
+      __syncwarp();  // keeps the compiler from expanding several chunks at once, for which there are no registers
     }
   } else {
     std::uint32_t p = shared_address(values) + rank * Config::kBytes;
@@ -166,7 +171,8 @@ struct ChunkOutput {
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       if constexpr (Config::kRotates) words[j] = unrotate_sign<Config::kBytes>(words[j]);
-      if constexpr (Config::kOutput == Output::activation) words[j] = activate<D, Config::kEpilogue>(words[j]);
+      if constexpr (Config::kOutput == Output::activation && !Config::kActivatesEarly)
+        words[j] = activate<D, Config::kEpilogue>(words[j]);
       if constexpr (Config::kOutput == Output::gradient)
         words[j] =
             activation_gradient<D, Config::kEpilogue>(words[j], reinterpret_cast<const std::uint32_t*>(grad + i)[j]);
@@ -191,7 +197,8 @@ __device__ __forceinline__ void restore_tile(void* data, std::int64_t numel, con
   load.start(store);
   const std::int64_t first = (static_cast<std::int64_t>(blockIdx.x) * L::kBlocksPerTile + warp) * L::kBlockElements;
   uint4 grad[kGradient ? L::kChunksPerLane : 1];
-  if constexpr (kGradient) load_block<kBytes, Whole, false>(data, first, numel, lane, grad);
+  constexpr int kEarly = L::kChunksPerLane - Config::kLateChunks;
+  if constexpr (kGradient) load_chunks<kBytes, Whole, false, 0, kEarly>(data, first, numel, lane, grad);
   if (!load.finish(store)) {  // the arena had no room for this tile: be seen
     constexpr std::uint32_t nan = Scalar<Config::kDType>::kNaN;
 #pragma unroll
@@ -204,7 +211,7 @@ __device__ __forceinline__ void restore_tile(void* data, std::int64_t numel, con
 
   const ChunkOutput<Config, Whole> output{data, first, numel, lane, grad};
   const std::uint32_t header = stage[warp];
-  const std::uint32_t* body = stage + L::header_offset(header);
+  std::uint32_t* body = stage + L::header_offset(header);
   const MaskKind kind = L::header_kind(header);
   LaneMask<kBytes> mask = LaneMask<kBytes>::filled_with(0);
   std::uint32_t mask_words = 0;
@@ -218,14 +225,24 @@ __device__ __forceinline__ void restore_tile(void* data, std::int64_t numel, con
   }
   const std::uint32_t lane_kept = mask.kept();
   const std::uint32_t inclusive = warp_inclusive_sum(lane_kept);
-  const std::uint32_t* values = body + mask_words;
-  if constexpr (Config::kCodec != Codec::raw) {
-    const std::uint32_t kept = __shfl_sync(~0u, inclusive, kLanes - 1);
+  std::uint32_t* values = body + mask_words;
+  const std::uint32_t kept = __shfl_sync(~0u, inclusive, kLanes - 1);
+  const auto change = [](std::uint32_t word) {
+    return Config::kActivatesEarly ? activate<Config::kDType, Config::kEpilogue>(word) : word;
+  };
+  if constexpr (Config::kCodec == Codec::raw) {
+    if constexpr (Config::kActivatesEarly) {
+#pragma unroll 1
+      for (std::uint32_t i = lane; 4 * i < kept; i += kLanes) values[i] = change(values[i]);
+      __syncwarp();
+    }
+  } else {
     std::uint32_t* scratch = shared + Config::kStageWords + warp * Config::kScratchWords;
-    Codes<kBytes>::unpack(values, kept, L::header_width(header), L::header_reference(header), scratch, lane);
+    Codes<kBytes>::unpack(values, kept, L::header_width(header), L::header_reference(header), scratch, lane, change);
     __syncwarp();
     values = scratch;
   }
+  if constexpr (kGradient) load_chunks<kBytes, Whole, false, kEarly, L::kChunksPerLane>(data, first, numel, lane, grad);
   expand<Config>(values, inclusive - lane_kept, mask, moves, output);
 }
 

@@ -85,8 +85,9 @@ struct ByteQuad {
     __half2 low, high;
   };
   static BITSPARSE_FLOAT8 Halves widen(std::uint32_t x) {
-    return {__nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(x), Format),
-            __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(x >> 16), Format)};
+    __nv_fp8x2_storage_t low, high;  // not shifted: the conversion takes either half of a register
+    asm("mov.b32 {%0, %1}, %2;" : "=h"(low), "=h"(high) : "r"(x));
+    return {__nv_cvt_fp8x2_to_halfraw2(low, Format), __nv_cvt_fp8x2_to_halfraw2(high, Format)};
   }
   static BITSPARSE_FLOAT8 std::uint32_t narrow(Halves x) {
     const std::uint32_t low = __nv_cvt_halfraw2_to_fp8x2(x.low, __NV_SATFINITE, Format);
