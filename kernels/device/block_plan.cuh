@@ -7,6 +7,7 @@
 #include "bitsparse/format.h"
 #include "device/codes.cuh"
 #include "device/mask.cuh"
+#include "device/scalar.cuh"
 
 namespace bitsparse::kernels {
 
@@ -25,15 +26,16 @@ __device__ __forceinline__ std::uint32_t width_of(std::uint32_t largest_code) {
   return max(static_cast<std::uint32_t>(BlockLayout<Bytes>::kMinWidth), bit_length(largest_code));
 }
 
-// Smallest and largest pattern of a run of slots; zeros don't count.
-template <int Bytes>
-__device__ __forceinline__ void slot_range(const std::uint32_t* slots, std::uint32_t count, int lane,
-                                           std::uint32_t& smallest, std::uint32_t& largest) {
+// Smallest and largest pattern of a run of slots; zeros don't count. `Rotate`: the slots become patterns first.
+template <int Bytes, bool Rotate>
+__device__ __forceinline__ void slot_range(std::uint32_t* slots, std::uint32_t count, int lane, std::uint32_t& smallest,
+                                           std::uint32_t& largest) {
   std::uint32_t lo = ~0u, hi = 0;
-  const uint2* from = reinterpret_cast<const uint2*>(slots) + lane;
+  uint2* from = reinterpret_cast<uint2*>(slots) + lane;
 #pragma unroll 1
   for (int left = static_cast<int>(count - Codes<Bytes>::kPerLane * lane); left > 0; left -= Codes<Bytes>::kPerStep) {
-    const uint2 s = *from;
+    uint2 s = *from;
+    if constexpr (Rotate) *from = s = make_uint2(rotate_sign<Bytes>(s.x), rotate_sign<Bytes>(s.y));
     from += kLanes;
     if constexpr (Bytes == 4) {
       lo = min(lo, min(s.x - 1, s.y - 1));
@@ -63,10 +65,10 @@ template <int Bytes>
 constexpr std::uint32_t kDenseLeast = BlockLayout<Bytes>::kBlockElements -
                                       (BlockLayout<Bytes>::kBlockElements + 31) / BlockLayout<Bytes>::kMinWidth;
 
-// Warp-wide. `slots`: the kept patterns, padded with zeros; asked of `tight` only. `counts`: with signs, for
-// `signless`. `whole`: every index of the block is inside the tensor.
-template <int Bytes, Codec C>
-__device__ __forceinline__ BlockPlan plan_block(const std::uint32_t* slots, MaskCounts counts, bool whole, int lane) {
+// Warp-wide. `slots`: the kept patterns, or with `Rotate` elements that become patterns, padded with zeros; asked of
+// `tight` only. `counts`: with signs, for `signless`. `whole`: every index of the block is inside the tensor.
+template <int Bytes, Codec C, bool Rotate>
+__device__ __forceinline__ BlockPlan plan_block(std::uint32_t* slots, MaskCounts counts, bool whole, int lane) {
   using L = BlockLayout<Bytes>;
   const std::uint32_t kept = counts.kept();
   if (kept == 0) return {MaskKind::empty, L::kMinWidth, 0, 0, 0};
@@ -82,7 +84,7 @@ __device__ __forceinline__ BlockPlan plan_block(const std::uint32_t* slots, Mask
   if constexpr (C == Codec::signless) largest = counts.signs() ? largest : largest >> 1;
   if constexpr (C == Codec::tight) {
     std::uint32_t smallest;
-    slot_range<Bytes>(slots, kept, lane, smallest, largest);
+    slot_range<Bytes, Rotate>(slots, kept, lane, smallest, largest);
     plan.stored_reference = smallest >> L::kReferenceDrop;
   }
   plan.width = width_of<Bytes>(largest - (plan.stored_reference << L::kReferenceDrop));

@@ -29,6 +29,7 @@ struct CompressConfig {
   static constexpr Epilogue kEpilogue = E;
   static constexpr int kBytes = Scalar<D>::kBytes;
   static constexpr bool kRotates = rotates_sign(C, K);
+  static constexpr bool kRotatesSlots = kRotates && kBytes == 1;  // bytes once they are side by side: fewer words
   // Elements that are not kept become zero as they are read, unless they are zero, or nobody looks at them until they
   // are left out.
   static constexpr bool kLooks = C == Codec::signless || E != Epilogue::none;
@@ -71,7 +72,7 @@ __device__ __forceinline__ void read_block(const void* in, void* out, std::int64
       if constexpr (Config::kDropsEarly) x[j] &= kept[j];
       if constexpr (Config::kCodec == Codec::signless) any |= x[j];
       if constexpr (E != Epilogue::none) activation[j] = activate<Config::kDType, E>(x[j]);
-      if constexpr (Config::kRotates) x[j] = rotate_sign<kBytes>(x[j]);
+      if constexpr (Config::kRotates && !Config::kRotatesSlots) x[j] = rotate_sign<kBytes>(x[j]);
     }
     add_mask_bits<kBytes>(block.mask.of(4 * i), kept, i);
     if constexpr (E != Epilogue::none) store_chunk<kBytes, Whole, false>(out, first, numel, lane, i, activation);
@@ -94,11 +95,14 @@ __device__ __forceinline__ BlockPlan prepare_block(const LaneBlock<Config>& bloc
     gather_kept<Config::kDType, Config::kKeep>(slots, block.before.kept(), block.elements, block.mask, moves);
     __syncwarp();
   }
-  const BlockPlan plan = plan_block<Config::kBytes, Config::kCodec>(slots, block.all, whole, lane);
+  const BlockPlan plan =
+      plan_block<Config::kBytes, Config::kCodec, Config::kRotatesSlots>(slots, block.all, whole, lane);
   if (Config::kCodec != Codec::raw && plan.kind == MaskKind::dense) {
     __syncwarp();
-    gather_all(slots, block.elements, block.mask, lane);
+    gather_all<Config::kRotatesSlots>(slots, block.elements, block.mask, lane);
     __syncwarp();
+  } else if constexpr (Config::kCodec == Codec::tight) {
+    pad_with_reference<Config::kBytes>(slots, block.all.kept(), plan.stored_reference, lane);
   }
   return plan;
 }
@@ -115,7 +119,7 @@ __device__ __forceinline__ void write_body(const LaneBlock<Config>& block, const
   const std::uint32_t count = plan.kind == MaskKind::dense ? Config::L::kBlockElements : block.all.kept();
   std::uint32_t* codes = body + plan.mask_words;
   if constexpr (Config::kCodec == Codec::raw) {
-    if (plan.kind == MaskKind::dense) return gather_all(codes, block.elements, block.mask, lane);
+    if (plan.kind == MaskKind::dense) return gather_all<false>(codes, block.elements, block.mask, lane);
     pad_word<kBytes>(codes, count, lane);
     gather_kept<Config::kDType, Config::kKeep>(codes, block.before.kept(), block.elements, block.mask, moves);
   } else {

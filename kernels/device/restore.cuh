@@ -31,8 +31,9 @@ struct RestoreConfig {
   static constexpr bool kRotates = rotates_sign(C, K);
   // What decoding the masks of bytes needs in registers, the gradient's last chunk can't have.
   static constexpr int kLateChunks = kBytes == 1 ? 1 : 0;
-  // The activation of bytes is taken while they are side by side: most words of the block have fewer than four.
-  static constexpr bool kActivatesEarly = kBytes == 1 && O == Output::activation;
+  // What is done to the values of bytes is done while they are side by side: words of the block mostly have fewer than
+  // four.
+  static constexpr bool kChangesEarly = kBytes == 1 && (O == Output::activation || kRotates);
   using L = BlockLayout<kBytes>;
   static constexpr int kThreads = L::kBlocksPerTile * kLanes;
   static constexpr int kStageWords = (L::kMaxTileWords + 3) / 4 * 4 + 4;  // unpack reads up to two words past the codes
@@ -170,8 +171,8 @@ struct ChunkOutput {
     std::uint32_t words[4] = {values.x, values.y, values.z, values.w};
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      if constexpr (Config::kRotates) words[j] = unrotate_sign<Config::kBytes>(words[j]);
-      if constexpr (Config::kOutput == Output::activation && !Config::kActivatesEarly)
+      if constexpr (Config::kRotates && !Config::kChangesEarly) words[j] = unrotate_sign<Config::kBytes>(words[j]);
+      if constexpr (Config::kOutput == Output::activation && !Config::kChangesEarly)
         words[j] = activate<D, Config::kEpilogue>(words[j]);
       if constexpr (Config::kOutput == Output::gradient)
         words[j] =
@@ -228,10 +229,12 @@ __device__ __forceinline__ void restore_tile(void* data, std::int64_t numel, con
   std::uint32_t* values = body + mask_words;
   const std::uint32_t kept = __shfl_sync(~0u, inclusive, kLanes - 1);
   const auto change = [](std::uint32_t word) {
-    return Config::kActivatesEarly ? activate<Config::kDType, Config::kEpilogue>(word) : word;
+    if constexpr (Config::kChangesEarly && Config::kRotates) word = unrotate_sign<kBytes>(word);
+    if constexpr (Config::kChangesEarly) word = activate<Config::kDType, Config::kEpilogue>(word);
+    return word;
   };
   if constexpr (Config::kCodec == Codec::raw) {
-    if constexpr (Config::kActivatesEarly) {
+    if constexpr (Config::kChangesEarly) {
 #pragma unroll 1
       for (std::uint32_t i = lane; 4 * i < kept; i += kLanes) values[i] = change(values[i]);
       __syncwarp();

@@ -52,6 +52,15 @@ __device__ __forceinline__ void pad_word(std::uint32_t* slots, std::uint32_t cou
   }
 }
 
+// Once the reference is known: padding whose codes are 0. Only for bytes, which are not compared with it one by one.
+template <int Bytes>
+__device__ __forceinline__ void pad_with_reference(std::uint32_t* slots, std::uint32_t count, std::uint32_t reference,
+                                                   int lane) {
+  if constexpr (Bytes == 1)
+    if (lane < (-count & (Codes<Bytes>::kPerLane - 1)))
+      reinterpret_cast<std::uint8_t*>(slots)[count + lane] = static_cast<std::uint8_t>(reference);
+}
+
 // Stores the kept elements of `x`, the lane's J-th word, from shared address `p` on.
 template <DType D, Keep K, int J>
 __device__ __forceinline__ void push_word(std::uint32_t& p, std::uint32_t x, std::uint32_t mask) {
@@ -110,7 +119,7 @@ __device__ __forceinline__ void gather_kept(std::uint32_t* slots, std::uint32_t 
 }
 
 // All of the lane's elements, those that are not kept as zero. Only bytes may be there that are neither.
-template <int Bytes, int Chunks>
+template <bool Rotate, int Bytes, int Chunks>
 __device__ __forceinline__ void gather_all(std::uint32_t* slots, const uint4 (&elements)[Chunks],
                                            const LaneMask<Bytes>& mask, int lane) {
   std::uint32_t* p = slots + lane * 4 * Chunks;
@@ -126,7 +135,10 @@ __device__ __forceinline__ void gather_all(std::uint32_t* slots, const uint4 (&e
 #pragma unroll
     for (std::uint32_t word : mask.words)
 #pragma unroll 1
-      for (const std::uint32_t* end = p + 8; p < end; word >>= 4) *p++ &= kept_bytes(word);
+      for (const std::uint32_t* end = p + 8; p < end; word >>= 4, ++p) {
+        const std::uint32_t kept = *p & kept_bytes(word);
+        *p = Rotate ? rotate_sign<Bytes>(kept) : kept;
+      }
   }
 }
 
