@@ -1,5 +1,6 @@
-// Moving the kept bytes of a word, or what becomes them, with one byte permutation. Four mask bits say which bytes; a
-// warp holds the permutations for all 16 nibbles, one a lane, and looks them up with a shuffle.
+// Moving the kept bytes of a word together, or back to their places, with one byte permutation. Four mask bits say
+// which bytes; a warp holds the permutations for all 16 nibbles, one a lane, and looks them up with a shuffle. Words of
+// moved bytes then go to shared memory or come from it one word at a time.
 #pragma once
 
 #include <cstdint>

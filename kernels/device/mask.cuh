@@ -93,7 +93,8 @@ __device__ __forceinline__ Nibbles collect_nibbles(std::uint32_t x) {
   x = (x & has_low) | ((x >> 4 & 0x0f0f0f0fu) & ~has_low);
   const std::uint32_t begins = (low + high) * (kNibbleBits * 0x01010100u);
   const auto moved = [&](int byte) {
-    return __funnelshift_l(0, x >> (8 * byte) & 0xff, begins >> (8 * byte));  // looks at five bits of the count
+    return __funnelshift_l(0, permute_bytes(x, 0, 0x4440 + byte),
+                           begins >> (8 * byte));  // by the count's low five bits
   };
   return {(x & 0xff) | moved(1) | moved(2) | moved(3), __dp4a(low, 0x40100401u, __dp4a(high, 0x80200802u, 0u))};
 }
