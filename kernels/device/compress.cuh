@@ -69,12 +69,13 @@ __device__ __forceinline__ void read_block(const void* in, void* out, std::int64
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       kept[j] = keep_mask<Config::kDType, Config::kKeep>(x[j]);
+      if constexpr (kBytes > 1) block.mask.of(4 * i) |= mask_bits<kBytes>(kept[j], 4 * i + j);
       if constexpr (Config::kDropsEarly) x[j] &= kept[j];
       if constexpr (Config::kCodec == Codec::signless) any |= x[j];
       if constexpr (E != Epilogue::none) activation[j] = activate<Config::kDType, E>(x[j]);
       if constexpr (Config::kRotates && !Config::kRotatesSlots) x[j] = rotate_sign<kBytes>(x[j]);
     }
-    add_mask_bits<kBytes>(block.mask.of(4 * i), kept, i);
+    if constexpr (kBytes == 1) block.mask.of(4 * i) += byte_mask_bits(kept, i);
     if constexpr (E != Epilogue::none) store_chunk<kBytes, Whole, false>(out, first, numel, lane, i, activation);
   }
   constexpr std::uint32_t kSigns = kBytes == 4 ? 0x80000000u : kBytes == 2 ? 0x80008000u : 0x80808080u;

@@ -32,22 +32,22 @@ struct LaneMask {
   }
 };
 
-// Adds the bits of the lane's i-th chunk to its mask word, given all-ones elements where kept.
+// The mask bits of the lane's j-th word of larger elements, given all-ones elements where kept.
 template <int Bytes>
-__device__ __forceinline__ void add_mask_bits(std::uint32_t& mask, const std::uint32_t (&kept)[4], int i) {
-  if constexpr (Bytes == 1) {
-    // Sums of products with bytes that are 0 or -1: -1, -2, -4, -8 for the bits of one nibble, 16 times as much for the
-    // next.
-    const auto byte = [](std::uint32_t low, std::uint32_t high) {
-      const int nibble = __dp4a(static_cast<int>(low), static_cast<int>(0xf8fcfeffu), 0);
-      return static_cast<std::uint32_t>(__dp4a(static_cast<int>(high), static_cast<int>(0x80c0e0f0u), nibble));
-    };
-    const std::uint32_t bits = byte(kept[2], kept[3]) * 256 + byte(kept[0], kept[1]);
-    mask += i % 2 ? bits << 16 : bits;
-  } else {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) mask |= kept[j] & ((Bytes == 2 ? 0x00010001u : 1u) << (4 * i + j));
-  }
+__device__ __forceinline__ std::uint32_t mask_bits(std::uint32_t kept, int j) {
+  static_assert(Bytes > 1);
+  return kept & ((Bytes == 2 ? 0x00010001u : 1u) << j);
+}
+
+// Those of the lane's i-th chunk of bytes, at their place in the mask word: sums of products with bytes that are 0 or
+// -1; the factors are -1, -2, -4, -8 for the bits of one nibble and 16 times as much for the next.
+__device__ __forceinline__ std::uint32_t byte_mask_bits(const std::uint32_t (&kept)[4], int i) {
+  const auto byte = [](std::uint32_t low, std::uint32_t high) {
+    const int nibble = __dp4a(static_cast<int>(low), static_cast<int>(0xf8fcfeffu), 0);
+    return static_cast<std::uint32_t>(__dp4a(static_cast<int>(high), static_cast<int>(0x80c0e0f0u), nibble));
+  };
+  const std::uint32_t bits = byte(kept[2], kept[3]) * 256 + byte(kept[0], kept[1]);
+  return i % 2 ? bits << 16 : bits;
 }
 
 // All bits of the bytes that the low four bits of a mask stand for.
