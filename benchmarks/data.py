@@ -13,6 +13,7 @@ REAL = Path(__file__).resolve().parents[1] / "tests" / "data" / "activations.saf
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 FP8_DTYPES = {"e4m3fn": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+ALL_DTYPES = DTYPES | FP8_DTYPES
 
 
 def bias_for(density: float) -> float:

@@ -28,6 +28,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu_squared": lambda h: 
 _BF16 = {"compress": 0.93, "restore": 0.90, "gradient": 0.95}
 _SPARSE_RESTORE = 0.88  # at densities up to 0.1
 _OTHERS = 0.88
+_NARROW_OR_WIDE = ("fp32", *data.FP8_DTYPES)
 _FP16_MARGIN = 0.02
 
 
@@ -44,7 +45,7 @@ class Case:
 
     def target(self, operation: str) -> float:
         """Fraction of copy that an operation is to reach."""
-        if self.dtype == "fp32" or self.activation != "relu_squared":
+        if self.dtype in _NARROW_OR_WIDE or self.activation != "relu_squared":
             return _OTHERS
         sparse = operation == "restore" and (self.density or 1) <= 0.1
         target = _SPARSE_RESTORE if sparse else _BF16[operation]
@@ -66,7 +67,7 @@ class Inputs:
         if case.density is None:
             h = [data.real_pre_activations(shape, device, 1 + 4999 * seed) for seed in range(SETS)]
         else:
-            dtype = data.DTYPES[case.dtype]
+            dtype = data.ALL_DTYPES[case.dtype]
             h = [data.pre_activations(shape, case.density, dtype, device, seed) for seed in range(SETS)]
         fresh = data.pre_activations(shape, 0.5, h[0].dtype, device, SETS)  # standard normal
         return cls(h, fresh, [torch.empty_like(fresh) for _ in h])
@@ -76,10 +77,24 @@ class Inputs:
             grad.copy_(self.fresh)
 
     def kept(self) -> float:
-        return statistics.mean(torch.count_nonzero(t > 0).item() / t.numel() for t in self.h)
+        return statistics.mean(torch.count_nonzero(t.float() > 0).item() / t.numel() for t in self.h)
+
+
+def saturated(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """What an 8-bit result is: float arithmetic, rounded once. These inputs have no NaNs."""
+    largest = torch.finfo(dtype).max
+    return values.clamp_(-largest, largest).to(dtype)
+
+
+def eager_activation(activation: str, h: Tensor) -> Tensor:
+    if h.itemsize == 1:
+        return saturated(ACTIVATIONS[activation](h.float()), h.dtype)
+    return ACTIVATIONS[activation](h)
 
 
 def eager_gradient(activation: str, h: Tensor, grad: Tensor) -> Tensor:
+    if h.itemsize == 1:
+        return saturated(eager_gradient(activation, h.float(), grad.float()), h.dtype)
     leaf = h.detach().requires_grad_()
     with torch.enable_grad():
         return torch.autograd.grad(ACTIVATIONS[activation](leaf), leaf, grad)[0]
@@ -104,7 +119,7 @@ def settle(arena: bitsparse.Arena, runs: Sequence[Run]) -> None:
 def check_exact(bench: Bench, arena: bitsparse.Arena, inputs: Inputs, activation: str, codec: str, name: str) -> float:
     """Checks all three kernels on the first set; returns the payload's bytes."""
     h, grad = inputs.h[0], inputs.fresh.clone()
-    expected = ACTIVATIONS[activation](h)
+    expected = eager_activation(activation, h)
     poison(h)
     activated, lease = ops._compress_activation.default(h, activation, codec)
     bench.note_exact(f"{name}/compress", same_bits(activated, expected))
@@ -175,6 +190,12 @@ def measure_fp16(bench: Bench) -> None:
 def measure_fp32(bench: Bench) -> None:
     for density in bench.chosen(DENSITIES):
         measure_case(bench, Case("fp32", density))
+
+
+def measure_fp8(bench: Bench) -> None:
+    for dtype in data.FP8_DTYPES:
+        for density in bench.chosen(FEW_DENSITIES):
+            measure_case(bench, Case(dtype, density))
 
 
 def measure_relu(bench: Bench) -> None:

@@ -1,6 +1,7 @@
 """The kernels against a copy of the same run, in groups:
 
   bf16, fp16, fp32  compress fused with relu², restore to relu², gradient in place, through the arena; each codec
+  fp8               the same for FP8 e4m3fn and e5m2
   relu              the same for plain ReLU
   edge              unaligned and odd-length tensors against aligned ones
   size              bits an element of real activations against the order-0 bound
@@ -8,7 +9,7 @@
   peers             eager and compiled PyTorch, PyTorch bitmasks
   nvcomp            nvCOMP Cascaded, Bitcomp, ANS, where it is installed
   general           pack and unpack of signed values: the operators, and their kernel alone
-  fp8               the same for FP8
+  fp8_general       the same for FP8
   launches          launches an operation, small tensors
 
 A measurement's bytes are those it needs, each input and output once. Bytes over time, divided by the bandwidth of
@@ -39,6 +40,7 @@ GROUPS: dict[str, Callable[[Bench], None]] = {
     "bf16": fused.measure_bf16,
     "fp16": fused.measure_fp16,
     "fp32": fused.measure_fp32,
+    "fp8": fused.measure_fp8,
     "relu": fused.measure_relu,
     "edge": edge.measure,
     "size": size.measure,
@@ -46,7 +48,7 @@ GROUPS: dict[str, Callable[[Bench], None]] = {
     "peers": peers.measure,
     "nvcomp": peers.measure_nvcomp_cases,
     "general": packing.measure_general,
-    "fp8": packing.measure_fp8,
+    "fp8_general": packing.measure_fp8,
     "launches": small.measure_launches,
 }
 _WITHOUT_COPY = ("edge", "size", "small", "launches")

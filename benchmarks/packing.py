@@ -37,7 +37,7 @@ class Case:
     def tensors(self, bench: Bench) -> list[Tensor]:
         """keep "nonzero": kept values of both signs. keep "positive": pre-activations, of which relu lets some through."""
         make = data.signed_activations if self.keep == "nonzero" else data.pre_activations
-        dtype = (data.DTYPES | data.FP8_DTYPES)[self.dtype]
+        dtype = data.ALL_DTYPES[self.dtype]
         return [make(bench.shape, self.density, dtype, bench.device, seed) for seed in range(SETS)]
 
     def expected(self, t: Tensor) -> Tensor:

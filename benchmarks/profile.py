@@ -50,13 +50,13 @@ def run(runs: dict[str, Run], device: torch.device, repeats: int) -> None:
 
 def block_kernels(shape: tuple[int, int], device: torch.device, options: argparse.Namespace) -> None:
     activation, codec = options.activation, options.codec
-    h = data.pre_activations(shape, options.density, data.DTYPES[options.dtype], device, 0)
+    h = data.pre_activations(shape, options.density, data.ALL_DTYPES[options.dtype], device, 0)
     with bitsparse.Arena(device) as arena:
         compress_run = partial(compress, h, activation, codec)
         settle(arena, [compress_run])
         lease = ops._compress_activation.default(h, activation, codec)[1]
         restore = restore_runs([lease], h, activation)[0]
-        fresh, grad = torch.randn_like(h), torch.empty_like(h)
+        fresh, grad = data.pre_activations(shape, 0.5, h.dtype, device, 1), torch.empty_like(h)
         multiply = gradient_runs([grad], [lease], activation)[0]
 
         def gradient() -> None:
@@ -67,7 +67,7 @@ def block_kernels(shape: tuple[int, int], device: torch.device, options: argpars
 
 
 def packing_kernels(shape: tuple[int, int], device: torch.device, options: argparse.Namespace) -> None:
-    dtype = (data.DTYPES | data.FP8_DTYPES)[options.dtype]
+    dtype = data.ALL_DTYPES[options.dtype]
     t = data.signed_activations(shape, options.density, dtype, device, 0)
     pack = partial(ops.pack.default, t, options.codec, "nonzero")
     unpack = partial(ops.unpack.default, pack(), list(shape), dtype, True)
@@ -80,17 +80,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--codec", choices=CODECS, default="tight")
     parser.add_argument("--density", type=float, default=0.2, help="(default %(default)s)")
-    parser.add_argument("--dtype", choices=[*data.DTYPES, *data.FP8_DTYPES], default="bf16")
+    parser.add_argument("--dtype", choices=data.ALL_DTYPES, default="bf16")
     parser.add_argument("--activation", choices=ACTIVATIONS, default="relu_squared")
-    parser.add_argument("--general", action="store_true", help="pack and unpack of signed values instead; FP8 needs it")
+    parser.add_argument("--general", action="store_true", help="pack and unpack of signed values instead")
     parser.add_argument("--repeats", type=int, default=1, help="of each kernel (default %(default)s)")
     parser.add_argument("--device", default="cuda", help="cuda, cuda:N, or cpu to see that the command works")
     parser.add_argument("--quick", action="store_true", help="a small tensor")
     options = parser.parse_args(arguments)
     if not 0 < options.density < 1 or options.repeats < 1:
         parser.error("expected a --density between 0 and 1 and --repeats of at least 1")
-    if options.dtype in data.FP8_DTYPES and not options.general:
-        parser.error("--dtype: FP8 has no kernels of blocks, only --general")
     device = chosen_device(parser, options.device)
     shape = (QUICK_ROWS if options.quick else DEFAULT_SHAPE[0], DEFAULT_SHAPE[1])
     with torch.no_grad():

@@ -15,7 +15,7 @@ from bitsparse.arena import typed_errors
 
 # What follows mirrors the packed header of kernels/include/bitsparse/format.h, where the numbers are explained.
 _MAGIC = b"BSPT"
-_FORMAT_VERSION = 2
+_FORMAT_VERSION = 3
 _HEADER = struct.Struct("<4sHBBBBHIQQQQQQ")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2)
 _CODECS = ("raw", "signless", "tight")
@@ -253,7 +253,7 @@ def compress(t: Tensor, codec: str = "tight", keep: str = "nonzero") -> Compress
         t: a strided tensor of BF16, FP16, FP32, FP8 e4m3fn or FP8 e5m2, of any shape, contiguous or not, on CPU or CUDA.
             Not modified, and autograd does not see this.
         codec: how values are stored: "raw" (as they are), "signless" (without the sign bit in blocks that need none),
-            "tight" (only the bits that a block of 1024 elements needs).
+            "tight" (only the bits that a block of 1024 elements, in FP8 2048, needs).
         keep: "nonzero" restores every bit, signs and -0.0 included. "positive" keeps what relu lets through, values
             above zero and NaNs, and restores everything else as +0.
 

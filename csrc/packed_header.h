@@ -18,7 +18,7 @@ inline PackedHeader make_packed_header(DType dtype, Codec codec, Keep keep, std:
   header.keep = static_cast<std::uint8_t>(keep);
   header.geometry = static_cast<std::uint8_t>(Geometry::linear);
   header.blocks_per_tile = static_cast<std::uint16_t>(blocks_per_tile(dtype));
-  header.block_elements = kBlockElements;
+  header.block_elements = static_cast<std::uint32_t>(block_elements(dtype));
   header.numel = static_cast<std::uint64_t>(numel);
   header.tiles = static_cast<std::uint64_t>(tile_count(dtype, numel));
   header.payload_bytes = static_cast<std::uint64_t>(payload_units) * kUnitBytes;

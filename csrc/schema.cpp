@@ -12,8 +12,10 @@ TORCH_LIBRARY(bitsparse, m) {
   m.def("pack(Tensor t, str codec=\"tight\", str keep=\"nonzero\") -> Tensor");
   m.def("unpack(Tensor packed, SymInt[] size, ScalarType dtype, bool validated=False) -> Tensor");
 
-  // What the blocks are made of. The arena lives outside of what functionalization and CUDA graph trees may copy or
-  // move: compilers run these ops between their graphs.
+  // What the blocks are made of; these take 8-bit floats, too: results are those of float arithmetic, rounded once, to
+  // nearest even, saturating at the largest finite value, NaN the canonical 0x7f; relu keeps bits. The arena lives
+  // outside of what functionalization and CUDA graph trees may copy or move: compilers run these ops between their
+  // graphs.
   const std::vector<at::Tag> tags{at::Tag::cudagraph_unsafe};
   m.def("_compress_activation_(Tensor(a!) h, str activation, str codec) -> Tensor", tags);
   m.def("_compress_activation(Tensor h, str activation, str codec) -> (Tensor, Tensor)", tags);

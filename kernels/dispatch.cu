@@ -43,8 +43,11 @@ cudaError_t gradient(void* grad, std::int64_t numel, DType dtype, Codec codec, E
     case DType::bfloat16: return gradient_dtype<DType::bfloat16>(grad, numel, codec, activation, store, stream);
     case DType::float16: return gradient_dtype<DType::float16>(grad, numel, codec, activation, store, stream);
     case DType::float32: return gradient_dtype<DType::float32>(grad, numel, codec, activation, store, stream);
-    default: return cudaErrorInvalidValue;
+    case DType::float8_e4m3fn:
+      return gradient_dtype<DType::float8_e4m3fn>(grad, numel, codec, activation, store, stream);
+    case DType::float8_e5m2: return gradient_dtype<DType::float8_e5m2>(grad, numel, codec, activation, store, stream);
   }
+  return cudaErrorInvalidValue;
 }
 
 }  // namespace bitsparse::kernels

@@ -81,7 +81,7 @@ struct BlobStore {
 };
 
 // Reads numel elements once, emits their compressed form, and (unless the epilogue is `none`) writes the activation to
-// `out`, which may be `in` itself. relu and relu_squared need Keep::positive and a 2- or 4-byte dtype. Pages that
+// `out`, which may be `in` itself. relu and relu_squared need Keep::positive. Pages that
 // `store` still holds from an earlier compress are used again: work that reads them must come before on the stream.
 cudaError_t compress(const void* in, void* out, std::int64_t numel, DType dtype, Codec codec, Keep keep,
                      Epilogue epilogue, const BlobStore& store, cudaStream_t stream);
@@ -90,7 +90,8 @@ cudaError_t compress(const void* in, void* out, std::int64_t numel, DType dtype,
 cudaError_t restore(void* out, std::int64_t numel, DType dtype, Codec codec, Keep keep, Epilogue epilogue,
                     const BlobStore& store, cudaStream_t stream);
 
-// grad <- grad * d activation / d pre-activation, in place: the rounding is that of PyTorch's eager backward.
+// grad <- grad * d activation / d pre-activation, in place: the rounding is that of PyTorch's eager backward. 8-bit
+// floats, for which that has no operators: exact values rounded once, saturating at the largest finite one (relu² too).
 cudaError_t gradient(void* grad, std::int64_t numel, DType dtype, Codec codec, Epilogue activation,
                      const BlobStore& store, cudaStream_t stream);
 

@@ -1,7 +1,6 @@
 #include "cpu/arena.h"
 
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/relu.h>
 
 #include <algorithm>
 #include <mutex>
@@ -96,7 +95,7 @@ class CpuLease final : public Lease {
 at::Tensor CpuArena::compress(const at::Tensor& h, const at::Tensor& out, Codec codec, Activation activation) {
   at::Tensor activated = out;
   if (!out.is_same(h)) activated.copy_(h);
-  at::relu_(activated);  // first: relu gives NaNs bits of its own, and backward must see those
+  relu_(activated);  // first: relu may give NaNs bits of its own, and backward must see those
   at::Tensor packed = pack(activated, dtype_of(h.scalar_type(), "h"), codec, Keep::positive);
   auto lease = std::make_unique<CpuLease>(std::static_pointer_cast<CpuArena>(shared_from_this()),
                                           LeaseInfo{h.numel(), h.scalar_type(), codec, h.device()}, std::move(packed));

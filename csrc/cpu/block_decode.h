@@ -11,22 +11,23 @@ namespace bitsparse::cpu::BITSPARSE_ISA {
 // negation.
 template <int Bytes>
 inline int read_mask(MaskKind kind, const std::uint8_t* body, int room, std::uint32_t* masks) {
-  alignas(64) std::uint32_t words[kLanes];
+  using L = BlockLayout<Bytes>;
+  alignas(64) std::uint32_t words[L::kFlatMaskWords];
   int size = 0;
   switch (kind) {
     case MaskKind::flat:
-      size = kFlatMaskWords;
+      size = L::kFlatMaskWords;
       if (size > room) return -size;
-      std::memcpy(words, body, sizeof words);
+      read_flat<Bytes>(body, words);
       break;
     case MaskKind::two_level:
-      if (static_cast<int>(kPresenceWords) > room) return -static_cast<int>(kPresenceWords);
-      size = stored_two_level_size(body);
+      if (L::kPresenceWords > room) return -L::kPresenceWords;
+      size = stored_two_level_size<Bytes>(body);
       if (size > room) return -size;
-      read_two_level(body, words);
+      read_two_level<Bytes>(body, words);
       break;
     case MaskKind::dense:
-    case MaskKind::empty: std::memset(masks, kind == MaskKind::dense ? 0xff : 0, 4 * kLanes); return 0;
+    case MaskKind::empty: std::memset(masks, kind == MaskKind::dense ? 0xff : 0, sizeof words); return 0;
   }
   from_stored_order<Bytes>(words, masks);
   return size;
@@ -35,9 +36,10 @@ inline int read_mask(MaskKind kind, const std::uint8_t* body, int room, std::uin
 // Whether a mask keeps nothing at or after element `limit` of the block.
 template <int Bytes>
 inline bool within(const std::uint32_t* masks, int limit) {
+  using L = BlockLayout<Bytes>;
   for (int lane = 0; lane < kLanes; ++lane) {
-    for (int e = 0; e < kLaneElements; ++e) {
-      if ((masks[lane] >> e & 1) && BlockLayout<Bytes>::element(lane, e) >= limit) return false;
+    for (int e = 0; e < L::kLaneElements; ++e) {
+      if ((masks[lane * L::kLaneMaskWords + e / 32] >> e % 32 & 1) && L::element(lane, e) >= limit) return false;
     }
   }
   return true;
@@ -46,7 +48,7 @@ inline bool within(const std::uint32_t* masks, int limit) {
 template <int Bytes>
 inline void restore_block(const std::uint8_t* codes, int count, int width, std::uint32_t reference, bool rotate,
                           const std::uint32_t* masks, std::uint8_t* block) {
-  alignas(64) Uint<Bytes> values[kBlockElements + 64];
+  alignas(64) Uint<Bytes> values[BlockLayout<Bytes>::kBlockElements + 64];
   unpack_codes<Bytes>(codes, count, width, values);
   if (reference != 0) {
     for (int i = 0; i < count; ++i) values[i] = static_cast<Uint<Bytes>>(values[i] + reference);
@@ -59,6 +61,7 @@ template <int Bytes>
 TileError decode_tile(const std::uint8_t* blob, std::uint32_t units, std::uint32_t kept, std::uint32_t elements,
                       const DecodeRules& rules, std::uint8_t* out) {
   using L = BlockLayout<Bytes>;
+  constexpr int kBlockElements = L::kBlockElements;
   const int blob_words = static_cast<int>(4 * units);
   int words = L::kBlocksPerTile;
   if (blob_words < words) return {"words of the blob, at least", 0, words, blob_words};
@@ -80,12 +83,11 @@ TileError decode_tile(const std::uint8_t* blob, std::uint32_t units, std::uint32
       return {"elements of a dense block", b, kBlockElements, limit};
     }
 
-    alignas(64) std::uint32_t masks[kLanes];
+    alignas(64) std::uint32_t masks[L::kFlatMaskWords];
     const std::uint8_t* body = blob + 4 * static_cast<std::size_t>(words);
     const int mask_words = read_mask<Bytes>(kind, body, blob_words - words, masks);
     if (mask_words < 0) return {"words left in the blob for the mask, at least", b, -mask_words, blob_words - words};
-    int count = 0;
-    for (int lane = 0; lane < kLanes; ++lane) count += popcount(masks[lane]);
+    const int count = kept_count<Bytes>(masks);
     if (limit < kBlockElements && count != 0 && !within<Bytes>(masks, limit)) {
       return {"end of the mask's kept elements, at most", b, limit, kBlockElements};
     }

@@ -11,6 +11,8 @@ inline int max_of(int a, int b) { return a > b ? a : b; }
 // One block's place in its tile: the elements, padded with zeros if the tensor ends in the block.
 template <int Bytes>
 class BlockInput {
+  static constexpr int kBlockElements = BlockLayout<Bytes>::kBlockElements;
+
  public:
   BlockInput(const std::uint8_t* tile, int block, std::uint32_t elements) {
     const std::int64_t left = static_cast<std::int64_t>(elements) - block * kBlockElements;
@@ -46,10 +48,9 @@ inline BlockPlan plan_block(const BlockInput<Bytes>& in, const EncodeRules& rule
   using L = BlockLayout<Bytes>;
   const BlockPlan empty{L::make_header(offset_words, L::kMinWidth, MaskKind::empty, 0), 0, 0};
   if (in.none()) return empty;
-  alignas(64) std::uint32_t masks[kLanes], words[kLanes];
+  alignas(64) std::uint32_t masks[L::kFlatMaskWords], words[L::kFlatMaskWords];
   const Range range = scan<Bytes>(in.data(), rules.threshold, rules.rotate, masks);
-  int kept = 0;
-  for (int lane = 0; lane < kLanes; ++lane) kept += popcount(masks[lane]);
+  const int kept = kept_count<Bytes>(masks);
   if (kept == 0) return empty;
 
   int width = L::kBits, dense_width = L::kBits;
@@ -63,11 +64,12 @@ inline BlockPlan plan_block(const BlockInput<Bytes>& in, const EncodeRules& rule
   }
 
   to_stored_order<Bytes>(masks, words);
-  const int two_level = may_be_two_level(rules.codec) ? two_level_size(words) : kFlatMaskWords;
-  const MaskKind kind = two_level < kFlatMaskWords ? MaskKind::two_level : MaskKind::flat;
-  const int body = (kind == MaskKind::flat ? kFlatMaskWords : two_level) + (kept * width + 31) / 32;
-  if (in.full() && body >= kLanes * dense_width) {
-    return {L::make_header(offset_words, dense_width, MaskKind::dense, 0), kLanes * dense_width, kept};
+  const int two_level = may_be_two_level(rules.codec) ? two_level_size<Bytes>(words) : L::kFlatMaskWords;
+  const MaskKind kind = two_level < L::kFlatMaskWords ? MaskKind::two_level : MaskKind::flat;
+  const int body = (kind == MaskKind::flat ? L::kFlatMaskWords : two_level) + (kept * width + 31) / 32;
+  const int dense = L::kLaneElements * dense_width;
+  if (in.full() && body >= dense) {
+    return {L::make_header(offset_words, dense_width, MaskKind::dense, 0), dense, kept};
   }
   return {L::make_header(offset_words, width, kind, stored_reference), body, kept};
 }
@@ -78,7 +80,8 @@ inline void encode_block(const BlockInput<Bytes>& in, const EncodeRules& rules, 
   using L = BlockLayout<Bytes>;
   const MaskKind kind = L::header_kind(header);
   if (kind == MaskKind::empty) return;
-  alignas(64) std::uint32_t masks[kLanes], words[kLanes];
+  constexpr int kBlockElements = L::kBlockElements;
+  alignas(64) std::uint32_t masks[L::kFlatMaskWords], words[L::kFlatMaskWords];
   alignas(64) Uint<Bytes> patterns[kBlockElements + 64];
   int count = select<Bytes>(in.data(), rules.threshold, masks, patterns);
   if (kind == MaskKind::dense) {
@@ -90,7 +93,7 @@ inline void encode_block(const BlockInput<Bytes>& in, const EncodeRules& rules, 
     }
   } else {
     to_stored_order<Bytes>(masks, words);
-    out += 4 * write_mask(words, kind, out);
+    out += 4 * write_mask<Bytes>(words, kind, out);
   }
   if (rules.rotate) rotate_left<Bytes>(patterns, count);
   if (const auto reference = static_cast<Uint<Bytes>>(L::header_reference(header)); reference != 0) {

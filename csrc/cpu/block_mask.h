@@ -1,4 +1,5 @@
-// The mask of a block: element masks (bit e = the lane's e-th element) <-> stored words, flat or two-level.
+// The mask of a block: element masks <-> stored words, flat or two-level. In memory both are in lane-major order, the
+// words of a lane side by side.
 #pragma once
 
 #include "cpu/select.h"
@@ -8,8 +9,8 @@ namespace bitsparse::cpu::BITSPARSE_ISA {
 // Two-byte elements come in pairs: even elements have the low half of the stored word, odd ones the high half.
 template <int Bytes>
 inline void to_stored_order(const std::uint32_t* masks, std::uint32_t* words) {
-  for (int lane = 0; lane < kLanes; ++lane) {
-    std::uint32_t x = masks[lane];
+  for (int i = 0; i < BlockLayout<Bytes>::kFlatMaskWords; ++i) {
+    std::uint32_t x = masks[i];
     if constexpr (Bytes == 2) {
       std::uint32_t t;
       t = (x ^ x >> 1) & 0x22222222, x ^= t ^ t << 1;
@@ -17,13 +18,13 @@ inline void to_stored_order(const std::uint32_t* masks, std::uint32_t* words) {
       t = (x ^ x >> 4) & 0x00f000f0, x ^= t ^ t << 4;
       t = (x ^ x >> 8) & 0x0000ff00, x ^= t ^ t << 8;
     }
-    words[lane] = x;
+    words[i] = x;
   }
 }
 template <int Bytes>
 inline void from_stored_order(const std::uint32_t* words, std::uint32_t* masks) {
-  for (int lane = 0; lane < kLanes; ++lane) {
-    std::uint32_t x = words[lane];
+  for (int i = 0; i < BlockLayout<Bytes>::kFlatMaskWords; ++i) {
+    std::uint32_t x = words[i];
     if constexpr (Bytes == 2) {
       std::uint32_t t;
       t = (x ^ x >> 8) & 0x0000ff00, x ^= t ^ t << 8;
@@ -31,7 +32,7 @@ inline void from_stored_order(const std::uint32_t* words, std::uint32_t* masks) 
       t = (x ^ x >> 2) & 0x0c0c0c0c, x ^= t ^ t << 2;
       t = (x ^ x >> 1) & 0x22222222, x ^= t ^ t << 1;
     }
-    masks[lane] = x;
+    masks[i] = x;
   }
 }
 
@@ -74,26 +75,42 @@ inline std::uint32_t nibbles_of(std::uint32_t presence) {
 }
 
 // Words that the two-level form of a mask takes.
+template <int Bytes>
 inline int two_level_size(const std::uint32_t* words) {
+  using L = BlockLayout<Bytes>;
   std::uint32_t nibbles = 0;
-  for (int lane = 0; lane < kLanes; ++lane)
-    nibbles += static_cast<std::uint32_t>(popcount(nonzero_nibbles(words[lane])));
-  return static_cast<int>(two_level_words(nibbles));
+  for (int i = 0; i < L::kFlatMaskWords; ++i)
+    nibbles += static_cast<std::uint32_t>(popcount(nonzero_nibbles(words[i])));
+  return static_cast<int>(L::two_level_words(nibbles));
+}
+
+// The flat form: the first words of all lanes, then the second ones.
+template <int Bytes>
+inline void write_flat(const std::uint32_t* words, std::uint8_t* out) {
+  constexpr int kWords = BlockLayout<Bytes>::kLaneMaskWords;
+  for (int i = 0; i < kLanes * kWords; ++i) store(out + 4 * (i % kWords * kLanes + i / kWords), words[i]);
+}
+template <int Bytes>
+inline void read_flat(const std::uint8_t* in, std::uint32_t* words) {
+  constexpr int kWords = BlockLayout<Bytes>::kLaneMaskWords;
+  for (int i = 0; i < kLanes * kWords; ++i) words[i] = load<std::uint32_t>(in + 4 * (i % kWords * kLanes + i / kWords));
 }
 
 // Returns the mask's words. `out` has kBlobSlack bytes more than that.
+template <int Bytes>
 inline int write_mask(const std::uint32_t* words, MaskKind kind, std::uint8_t* out) {
+  using L = BlockLayout<Bytes>;
   if (kind == MaskKind::flat) {
-    std::memcpy(out, words, 4 * kFlatMaskWords);
-    return kFlatMaskWords;
+    write_flat<Bytes>(words, out);
+    return L::kFlatMaskWords;
   }
-  std::uint8_t* next = out + 4 * kPresenceWords;
+  std::uint8_t* next = out + 4 * L::kPresenceWords;
   std::uint64_t pending = 0;
-  int filled = 0;  // bits of it, less than 32 between lanes
-  for (int lane = 0; lane < kLanes; ++lane) {
-    const std::uint32_t nonzero = nonzero_nibbles(words[lane]);
-    out[lane] = static_cast<std::uint8_t>(presence_of(nonzero));
-    pending |= static_cast<std::uint64_t>(collect_nibbles(words[lane], nonzero)) << filled;
+  int filled = 0;  // bits of it, less than 32 between words
+  for (int i = 0; i < L::kFlatMaskWords; ++i) {
+    const std::uint32_t nonzero = nonzero_nibbles(words[i]);
+    out[i] = static_cast<std::uint8_t>(presence_of(nonzero));
+    pending |= static_cast<std::uint64_t>(collect_nibbles(words[i], nonzero)) << filled;
     filled += 4 * popcount(nonzero);
     store(next, static_cast<std::uint32_t>(pending));
     if (filled >= 32) {
@@ -107,22 +124,26 @@ inline int write_mask(const std::uint32_t* words, MaskKind kind, std::uint8_t* o
 }
 
 // The same from the presence bytes of a stored one.
+template <int Bytes>
 inline int stored_two_level_size(const std::uint8_t* in) {
+  using L = BlockLayout<Bytes>;
   std::uint32_t nibbles = 0;
-  for (std::uint32_t w = 0; w < kPresenceWords; ++w) {
+  for (int w = 0; w < L::kPresenceWords; ++w) {
     nibbles += static_cast<std::uint32_t>(popcount(load<std::uint32_t>(in + 4 * w)));
   }
-  return static_cast<int>(two_level_words(nibbles));
+  return static_cast<int>(L::two_level_words(nibbles));
 }
 
 // Reads up to 8 bytes past the form.
+template <int Bytes>
 inline void read_two_level(const std::uint8_t* in, std::uint32_t* words) {
-  const std::uint8_t* nibbles = in + 4 * kPresenceWords;
+  using L = BlockLayout<Bytes>;
+  const std::uint8_t* nibbles = in + 4 * L::kPresenceWords;
   int read = 0;
-  for (int lane = 0; lane < kLanes; ++lane) {
-    const std::uint32_t nonzero = nibbles_of(in[lane]);
+  for (int i = 0; i < L::kFlatMaskWords; ++i) {
+    const std::uint32_t nonzero = nibbles_of(in[i]);
     const std::uint64_t next = load<std::uint64_t>(nibbles + read / 2) >> (4 * (read & 1));
-    words[lane] = spread_nibbles(static_cast<std::uint32_t>(next), nonzero);
+    words[i] = spread_nibbles(static_cast<std::uint32_t>(next), nonzero);
     read += popcount(nonzero);
   }
 }

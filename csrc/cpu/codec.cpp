@@ -34,7 +34,7 @@ struct Shape {
       : numel(n),
         tiles(tile_count(dtype, n)),
         element_bytes(bitsparse::element_bytes(dtype)),
-        tile_elements(static_cast<std::int64_t>(blocks_per_tile(dtype)) * kBlockElements) {}
+        tile_elements(static_cast<std::int64_t>(blocks_per_tile(dtype)) * block_elements(dtype)) {}
 
   std::uint32_t elements_of(std::int64_t tile) const {
     return static_cast<std::uint32_t>(std::min(tile_elements, numel - tile * tile_elements));
@@ -198,8 +198,8 @@ PackedHeader validate(const at::Tensor& packed, bool deep) {
   TORCH_CHECK(header.geometry == static_cast<int>(Geometry::linear), kInvalid, "expected geometry 0 (linear), got ",
               int{header.geometry});
   const auto dtype = static_cast<DType>(header.dtype);
-  TORCH_CHECK(header.block_elements == kBlockElements, kInvalid, "expected blocks of ", kBlockElements,
-              " elements, got ", header.block_elements);
+  TORCH_CHECK(header.block_elements == static_cast<std::uint32_t>(block_elements(dtype)), kInvalid,
+              "expected blocks of ", block_elements(dtype), " elements, got ", header.block_elements);
   TORCH_CHECK(header.blocks_per_tile == blocks_per_tile(dtype), kInvalid, "expected ", blocks_per_tile(dtype),
               " blocks a tile, got ", header.blocks_per_tile);
   const auto max_numel = static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max() / element_bytes(dtype));

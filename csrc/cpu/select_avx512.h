@@ -1,4 +1,4 @@
-// Element selection with AVX-512 VBMI2: compress and expand do a lane of 32 elements at once.
+// Element selection with AVX-512 VBMI2: compress and expand do four chunks of a lane at once.
 #pragma once
 
 #include <immintrin.h>
@@ -28,78 +28,75 @@ inline void store_chunks(std::uint8_t* block, int first, __m512i v) {
   store_chunk(block, first + 3 * kLanes, _mm512_extracti32x4_epi32(v, 3));
 }
 
-// The elements of one lane in one register (with four-byte elements, of half a lane).
+// A vector's part of a mask, whose bits are those of memory.
+template <class Mask>
+inline void store_part(std::uint32_t* masks, int vector, Mask mask) {
+  store(reinterpret_cast<std::uint8_t*>(masks) + sizeof mask * static_cast<std::size_t>(vector), mask);
+}
+template <class Mask>
+inline Mask load_part(const std::uint32_t* masks, int vector) {
+  return load<Mask>(reinterpret_cast<const std::uint8_t*>(masks) + sizeof(Mask) * static_cast<std::size_t>(vector));
+}
+
+// Four chunks of a lane in one register: all of a lane, with four-byte elements half of one.
 template <int Bytes>
 struct Vector;
 
 template <>
 struct Vector<1> {
-  __m256i v;
-  static Vector all(std::uint32_t x) { return {_mm256_set1_epi8(static_cast<char>(x))}; }
-  static Vector load(const void* from) { return {_mm256_loadu_si256(static_cast<const __m256i*>(from))}; }
-  void store(void* to) const { _mm256_storeu_si256(static_cast<__m256i*>(to), v); }
-  static Vector gather(const std::uint8_t* block, int lane) {
-    return {
-        _mm256_inserti128_si256(_mm256_castsi128_si256(load_chunk(block, lane)), load_chunk(block, lane + kLanes), 1)};
+  using Mask = __mmask64;
+  __m512i v;
+  static Vector all(std::uint32_t x) { return {_mm512_set1_epi8(static_cast<char>(x))}; }
+  Mask kept(Vector threshold) const {
+    return _mm512_cmpgt_epi8_mask(v, _mm512_setzero_si512()) | _mm512_cmpgt_epu8_mask(v, threshold.v);
   }
-  void scatter(std::uint8_t* block, int lane) const {
-    store_chunk(block, lane, _mm256_castsi256_si128(v));
-    store_chunk(block, lane + kLanes, _mm256_extracti128_si256(v, 1));
-  }
-  std::uint32_t kept(Vector threshold) const {
-    return _mm256_cmpgt_epi8_mask(v, _mm256_setzero_si256()) | _mm256_cmpgt_epu8_mask(v, threshold.v);
-  }
-  Vector rotated() const { return {_mm256_sub_epi8(_mm256_add_epi8(v, v), _mm256_movm_epi8(_mm256_movepi8_mask(v)))}; }
-  Vector min(std::uint32_t mask, Vector x) const { return {_mm256_mask_min_epu8(v, mask, v, x.v)}; }
-  Vector max(std::uint32_t mask, Vector x) const { return {_mm256_mask_max_epu8(v, mask, v, x.v)}; }
-  Vector compress(std::uint32_t mask) const { return {_mm256_maskz_compress_epi8(mask, v)}; }
-  Vector expand(std::uint32_t mask) const { return {_mm256_maskz_expand_epi8(mask, v)}; }
+  Vector rotated() const { return {_mm512_sub_epi8(_mm512_add_epi8(v, v), _mm512_movm_epi8(_mm512_movepi8_mask(v)))}; }
+  Vector min(Mask mask, Vector x) const { return {_mm512_mask_min_epu8(v, mask, v, x.v)}; }
+  Vector max(Mask mask, Vector x) const { return {_mm512_mask_max_epu8(v, mask, v, x.v)}; }
+  Vector compress(Mask mask) const { return {_mm512_maskz_compress_epi8(mask, v)}; }
+  Vector expand(Mask mask) const { return {_mm512_maskz_expand_epi8(mask, v)}; }
 };
 
 template <>
 struct Vector<2> {
+  using Mask = __mmask32;
   __m512i v;
   static Vector all(std::uint32_t x) { return {_mm512_set1_epi16(static_cast<short>(x))}; }
-  static Vector load(const void* from) { return {_mm512_loadu_si512(from)}; }
-  void store(void* to) const { _mm512_storeu_si512(to, v); }
-  static Vector gather(const std::uint8_t* block, int lane) { return {load_chunks(block, lane)}; }
-  void scatter(std::uint8_t* block, int lane) const { store_chunks(block, lane, v); }
-  std::uint32_t kept(Vector threshold) const {
+  Mask kept(Vector threshold) const {
     return _mm512_cmpgt_epi16_mask(v, _mm512_setzero_si512()) | _mm512_cmpgt_epu16_mask(v, threshold.v);
   }
   Vector rotated() const { return {_mm512_or_si512(_mm512_add_epi16(v, v), _mm512_srli_epi16(v, 15))}; }
-  Vector min(std::uint32_t mask, Vector x) const { return {_mm512_mask_min_epu16(v, mask, v, x.v)}; }
-  Vector max(std::uint32_t mask, Vector x) const { return {_mm512_mask_max_epu16(v, mask, v, x.v)}; }
-  Vector compress(std::uint32_t mask) const { return {_mm512_maskz_compress_epi16(mask, v)}; }
-  Vector expand(std::uint32_t mask) const { return {_mm512_maskz_expand_epi16(mask, v)}; }
+  Vector min(Mask mask, Vector x) const { return {_mm512_mask_min_epu16(v, mask, v, x.v)}; }
+  Vector max(Mask mask, Vector x) const { return {_mm512_mask_max_epu16(v, mask, v, x.v)}; }
+  Vector compress(Mask mask) const { return {_mm512_maskz_compress_epi16(mask, v)}; }
+  Vector expand(Mask mask) const { return {_mm512_maskz_expand_epi16(mask, v)}; }
 };
 
 template <>
 struct Vector<4> {
+  using Mask = __mmask16;
   __m512i v;
   static Vector all(std::uint32_t x) { return {_mm512_set1_epi32(static_cast<int>(x))}; }
-  static Vector load(const void* from) { return {_mm512_loadu_si512(from)}; }
-  void store(void* to) const { _mm512_storeu_si512(to, v); }
-  static Vector gather(const std::uint8_t* block, int lane) { return {load_chunks(block, lane)}; }
-  void scatter(std::uint8_t* block, int lane) const { store_chunks(block, lane, v); }
-  std::uint32_t kept(Vector threshold) const {
-    return _mm512_cmpgt_epi32_mask(v, _mm512_setzero_si512()) | _mm512_cmpgt_epu32_mask(v, threshold.v);
+  Mask kept(Vector threshold) const {
+    return static_cast<Mask>(_mm512_cmpgt_epi32_mask(v, _mm512_setzero_si512()) |
+                             _mm512_cmpgt_epu32_mask(v, threshold.v));
   }
   Vector rotated() const { return {_mm512_rol_epi32(v, 1)}; }
-  Vector min(std::uint32_t mask, Vector x) const { return {_mm512_mask_min_epu32(v, half(mask), v, x.v)}; }
-  Vector max(std::uint32_t mask, Vector x) const { return {_mm512_mask_max_epu32(v, half(mask), v, x.v)}; }
-  Vector compress(std::uint32_t mask) const { return {_mm512_maskz_compress_epi32(half(mask), v)}; }
-  Vector expand(std::uint32_t mask) const { return {_mm512_maskz_expand_epi32(half(mask), v)}; }
-  static __mmask16 half(std::uint32_t mask) { return static_cast<__mmask16>(mask); }
+  Vector min(Mask mask, Vector x) const { return {_mm512_mask_min_epu32(v, mask, v, x.v)}; }
+  Vector max(Mask mask, Vector x) const { return {_mm512_mask_max_epu32(v, mask, v, x.v)}; }
+  Vector compress(Mask mask) const { return {_mm512_maskz_compress_epi32(mask, v)}; }
+  Vector expand(Mask mask) const { return {_mm512_maskz_expand_epi32(mask, v)}; }
 };
 
-// Calls f(lane, first bit, first chunk) for every vector of a block.
-template <int Bytes, class F>
-inline void for_each_vector(F f) {
-  for (int lane = 0; lane < kLanes; ++lane) {
-    f(lane, 0, lane);
-    if (Bytes == 4) f(lane, 16, lane + 4 * kLanes);
-  }
+// Vectors of a block, in lane-major order, and the first of a vector's chunks. Its part of a mask is as many bits from
+// bit `vector` times that on.
+template <int Bytes>
+constexpr int kVectors = BlockLayout<Bytes>::kBlockElements / (64 / Bytes);
+
+template <int Bytes>
+inline int first_chunk(int vector) {
+  constexpr int kPerLane = BlockLayout<Bytes>::kChunksPerLane / 4;
+  return vector / kPerLane + vector % kPerLane * 4 * kLanes;
 }
 
 template <int Bytes>
@@ -107,19 +104,19 @@ inline Range scan(const std::uint8_t* block, std::uint32_t threshold, bool rotat
   using V = Vector<Bytes>;
   const V limit = V::all(threshold);
   V low = V::all(~0u), high = V::all(0);
-  for_each_vector<Bytes>([&](int lane, int bit, int chunk) {
-    if (bit == 0) prefetch_ahead<Bytes>(block, lane);
-    V v = V::gather(block, chunk);
-    const std::uint32_t mask = v.kept(limit);
-    masks[lane] = bit == 0 ? mask : masks[lane] | mask << bit;
+  for (int i = 0; i < kVectors<Bytes>; ++i) {
+    prefetch_ahead(block, i);
+    V v{load_chunks(block, first_chunk<Bytes>(i))};
+    const auto mask = v.kept(limit);
+    store_part(masks, i, mask);
     if (rotate) v = v.rotated();
     low = low.min(mask, v);
     high = high.max(mask, v);
-  });
+  }
   constexpr int kElements = sizeof(V) / Bytes;
   Uint<Bytes> lows[kElements], highs[kElements];
-  low.store(lows);
-  high.store(highs);
+  _mm512_storeu_si512(lows, low.v);
+  _mm512_storeu_si512(highs, high.v);
   for (int i = 1; i < kElements; ++i) {
     lows[0] = lows[i] < lows[0] ? lows[i] : lows[0];
     highs[0] = highs[i] > highs[0] ? highs[i] : highs[0];
@@ -133,25 +130,25 @@ inline int select(const std::uint8_t* block, std::uint32_t threshold, std::uint3
   using V = Vector<Bytes>;
   const V limit = V::all(threshold);
   int n = 0;
-  for_each_vector<Bytes>([&](int lane, int bit, int chunk) {
-    if (bit == 0) prefetch_ahead<Bytes>(block, lane);
-    const V v = V::gather(block, chunk);
-    const std::uint32_t mask = v.kept(limit);
-    masks[lane] = bit == 0 ? mask : masks[lane] | mask << bit;
-    v.compress(mask).store(kept + n);
-    n += popcount(mask);
-  });
+  for (int i = 0; i < kVectors<Bytes>; ++i) {
+    prefetch_ahead(block, i);
+    const V v{load_chunks(block, first_chunk<Bytes>(i))};
+    const auto mask = v.kept(limit);
+    store_part(masks, i, mask);
+    _mm512_storeu_si512(kept + n, v.compress(mask).v);
+    n += static_cast<int>(_mm_popcnt_u64(mask));
+  }
   return n;
 }
 
 template <int Bytes>
 inline void expand(const Uint<Bytes>* values, const std::uint32_t* masks, std::uint8_t* block) {
   using V = Vector<Bytes>;
-  for_each_vector<Bytes>([&](int lane, int bit, int chunk) {
-    const std::uint32_t mask = Bytes == 4 ? masks[lane] >> bit & 0xffff : masks[lane];
-    V::load(values).expand(mask).scatter(block, chunk);
-    values += popcount(mask);
-  });
+  for (int i = 0; i < kVectors<Bytes>; ++i) {
+    const auto mask = load_part<typename V::Mask>(masks, i);
+    store_chunks(block, first_chunk<Bytes>(i), V{_mm512_loadu_si512(values)}.expand(mask).v);
+    values += _mm_popcnt_u64(mask);
+  }
 }
 
 }  // namespace bitsparse::cpu::BITSPARSE_ISA

@@ -11,21 +11,26 @@ inline std::uint8_t flag_bits(const std::uint8_t* flags) {
 }
 
 // With fewer kept elements than this, visiting the set bits is faster than looking at all elements.
-constexpr int kSparseLimit = 400;
+template <int Bytes>
+constexpr int kSparseLimit = 2 * BlockLayout<Bytes>::kBlockElements / 5;
 
-inline int kept_count(const std::uint32_t* masks) {
-  int count = 0;
-  for (int lane = 0; lane < kLanes; ++lane) count += popcount(masks[lane]);
-  return count;
-}
-
+template <int Bytes>
 inline void flags_to_masks(const std::uint8_t* flags, std::uint32_t* masks) {
-  for (int lane = 0; lane < kLanes; ++lane) {
+  for (int i = 0; i < BlockLayout<Bytes>::kFlatMaskWords; ++i) {
     std::uint32_t mask = 0;
     for (int byte = 0; byte < 4; ++byte) {
-      mask |= static_cast<std::uint32_t>(flag_bits(flags + lane * kLaneElements + 8 * byte)) << (8 * byte);
+      mask |= static_cast<std::uint32_t>(flag_bits(flags + 32 * i + 8 * byte)) << (8 * byte);
     }
-    masks[lane] = mask;
+    masks[i] = mask;
+  }
+}
+
+// Calls f(i) for the elements i, in lane-major order, whose bits are set.
+template <int Bytes, class F>
+inline void for_each_kept(const std::uint32_t* masks, F f) {
+  for (int i = 0; i < BlockLayout<Bytes>::kFlatMaskWords; i += 2) {
+    std::uint64_t mask = masks[i] | static_cast<std::uint64_t>(masks[i + 1]) << 32;
+    for (; mask; mask &= mask - 1) f(32 * i + __builtin_ctzll(mask));
   }
 }
 
@@ -36,12 +41,13 @@ inline bool is_kept(Uint<Bytes> x, Uint<Bytes> threshold) {
 
 template <int Bytes>
 inline Range scan(const std::uint8_t* block, std::uint32_t threshold, bool rotate, std::uint32_t* masks) {
+  constexpr int kBlockElements = BlockLayout<Bytes>::kBlockElements;
   alignas(64) Uint<Bytes> lanes[kBlockElements];
   alignas(64) std::uint8_t flags[kBlockElements];
   to_lanes<Bytes>(block, lanes);
   const auto limit = static_cast<Uint<Bytes>>(threshold);
   for (int i = 0; i < kBlockElements; ++i) flags[i] = is_kept<Bytes>(lanes[i], limit);
-  flags_to_masks(flags, masks);
+  flags_to_masks<Bytes>(flags, masks);
   if (rotate) rotate_left<Bytes>(lanes, kBlockElements);
   auto low = static_cast<Uint<Bytes>>(-1);
   Uint<Bytes> high = 0;
@@ -57,19 +63,16 @@ inline Range scan(const std::uint8_t* block, std::uint32_t threshold, bool rotat
 
 template <int Bytes>
 inline int select(const std::uint8_t* block, std::uint32_t threshold, std::uint32_t* masks, Uint<Bytes>* kept) {
+  constexpr int kBlockElements = BlockLayout<Bytes>::kBlockElements;
   alignas(64) Uint<Bytes> lanes[kBlockElements];
   alignas(64) std::uint8_t flags[kBlockElements];
   to_lanes<Bytes>(block, lanes);
   const auto limit = static_cast<Uint<Bytes>>(threshold);
   for (int i = 0; i < kBlockElements; ++i) flags[i] = is_kept<Bytes>(lanes[i], limit);
-  flags_to_masks(flags, masks);
-  const int total = kept_count(masks);
+  flags_to_masks<Bytes>(flags, masks);
   int n = 0;
-  if (total < kSparseLimit) {
-    for (int lane = 0; lane < kLanes; lane += 2) {
-      std::uint64_t mask = masks[lane] | static_cast<std::uint64_t>(masks[lane + 1]) << 32;
-      for (; mask; mask &= mask - 1) kept[n++] = lanes[lane * kLaneElements + __builtin_ctzll(mask)];
-    }
+  if (kept_count<Bytes>(masks) < kSparseLimit<Bytes>) {
+    for_each_kept<Bytes>(masks, [&](int i) { kept[n++] = lanes[i]; });
   } else {
     for (int i = 0; i < kBlockElements; ++i) {
       kept[n] = lanes[i];
@@ -81,20 +84,16 @@ inline int select(const std::uint8_t* block, std::uint32_t threshold, std::uint3
 
 template <int Bytes>
 inline void expand(const Uint<Bytes>* values, const std::uint32_t* masks, std::uint8_t* block) {
+  constexpr int kBlockElements = BlockLayout<Bytes>::kBlockElements;
   alignas(64) Uint<Bytes> lanes[kBlockElements];
-  if (kept_count(masks) < kSparseLimit) {
+  if (kept_count<Bytes>(masks) < kSparseLimit<Bytes>) {
     std::memset(lanes, 0, sizeof lanes);
-    for (int lane = 0; lane < kLanes; lane += 2) {
-      std::uint64_t mask = masks[lane] | static_cast<std::uint64_t>(masks[lane + 1]) << 32;
-      for (; mask; mask &= mask - 1) lanes[lane * kLaneElements + __builtin_ctzll(mask)] = *values++;
-    }
+    for_each_kept<Bytes>(masks, [&](int i) { lanes[i] = *values++; });
   } else {
-    for (int lane = 0; lane < kLanes; ++lane) {
-      for (int e = 0; e < kLaneElements; ++e) {
-        const unsigned bit = masks[lane] >> e & 1;
-        lanes[lane * kLaneElements + e] = static_cast<Uint<Bytes>>(*values & -bit);
-        values += bit;
-      }
+    for (int i = 0; i < kBlockElements; ++i) {
+      const unsigned bit = masks[i / 32] >> i % 32 & 1;
+      lanes[i] = static_cast<Uint<Bytes>>(*values & -bit);
+      values += bit;
     }
   }
   from_lanes<Bytes>(lanes, block);

@@ -99,14 +99,12 @@ inline std::uint64_t spread(std::uint64_t x, int width) {
 #endif
 }
 
-// Lanes read a block in an order that hardware prefetchers don't see through: each lane asks for its share of what
-// comes a few blocks later. Past the end of the data this is harmless.
-template <int Bytes>
-inline void prefetch_ahead(const std::uint8_t* block, int lane) {
+// Lanes read a block in an order that hardware prefetchers don't see through: with each 64 bytes that are read, 64 of
+// what comes a few blocks later are asked for. Past the end of the data this is harmless.
+inline void prefetch_ahead(const std::uint8_t* block, int line) {
 #if defined(__GNUC__)
   constexpr int kAhead = 4096;
-  constexpr int kShare = kLaneElements * Bytes;
-  for (int i = 0; i < kShare; i += 64) __builtin_prefetch(block + kAhead + lane * kShare + i);
+  __builtin_prefetch(block + kAhead + 64 * line);
 #endif
 }
 
@@ -115,9 +113,10 @@ template <int Bytes>
 inline void to_lanes(const std::uint8_t* block, Uint<Bytes>* lanes) {
   using L = BlockLayout<Bytes>;
   for (int lane = 0; lane < kLanes; ++lane) {
-    prefetch_ahead<Bytes>(block, lane);
-    for (int e = 0; e < kLaneElements; e += L::kChunkElements) {
-      std::memcpy(lanes + lane * kLaneElements + e, block + L::element(lane, e) * Bytes, kChunkBytes);
+    for (int line = 0; line < L::kChunksPerLane / 4; ++line)
+      prefetch_ahead(block, lane * (L::kChunksPerLane / 4) + line);
+    for (int e = 0; e < L::kLaneElements; e += L::kChunkElements) {
+      std::memcpy(lanes + lane * L::kLaneElements + e, block + L::element(lane, e) * Bytes, kChunkBytes);
     }
   }
 }
@@ -125,10 +124,18 @@ template <int Bytes>
 inline void from_lanes(const Uint<Bytes>* lanes, std::uint8_t* block) {
   using L = BlockLayout<Bytes>;
   for (int lane = 0; lane < kLanes; ++lane) {
-    for (int e = 0; e < kLaneElements; e += L::kChunkElements) {
-      std::memcpy(block + L::element(lane, e) * Bytes, lanes + lane * kLaneElements + e, kChunkBytes);
+    for (int e = 0; e < L::kLaneElements; e += L::kChunkElements) {
+      std::memcpy(block + L::element(lane, e) * Bytes, lanes + lane * L::kLaneElements + e, kChunkBytes);
     }
   }
+}
+
+// Elements that a block's mask keeps.
+template <int Bytes>
+inline int kept_count(const std::uint32_t* masks) {
+  int count = 0;
+  for (int i = 0; i < BlockLayout<Bytes>::kFlatMaskWords; ++i) count += popcount(masks[i]);
+  return count;
 }
 
 // Smallest and largest pattern; meaningless if there are none.

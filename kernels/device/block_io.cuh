@@ -33,33 +33,35 @@ __device__ __forceinline__ bool tile_is_whole(const void* base, std::int64_t til
          (tile + 1) * BlockLayout<Bytes>::kTileElements <= numel;
 }
 
-// The lane's 32 elements as words, elements past the end as zero.
+// The lane's i-th chunk as words, elements past the end as zero.
 template <int Bytes, bool Whole, bool Streaming>
-__device__ __forceinline__ void load_block(const void* base, std::int64_t first, std::int64_t numel, int lane,
-                                           uint4 (&v)[BlockLayout<Bytes>::kChunksPerLane]) {
+__device__ __forceinline__ uint4 load_chunk(const void* base, std::int64_t first, std::int64_t numel, int lane, int i) {
   using L = BlockLayout<Bytes>;
   const Slot<Bytes>* elements = static_cast<const Slot<Bytes>*>(base) + first;
   if constexpr (Whole) {
-    const uint4* p = reinterpret_cast<const uint4*>(elements) + lane;
-#pragma unroll
-    for (int i = 0; i < L::kChunksPerLane; ++i) v[i] = Streaming ? load_streaming(p + i * kLanes) : p[i * kLanes];
-    return;
+    const uint4* p = reinterpret_cast<const uint4*>(elements) + lane + i * kLanes;
+    return Streaming ? load_streaming(p) : *p;
   }
   const std::int64_t left = numel - first;
+  std::uint32_t words[4];
 #pragma unroll
-  for (int i = 0; i < L::kChunksPerLane; ++i) {
-    std::uint32_t words[4];
+  for (int j = 0; j < 4; ++j) {
+    words[j] = 0;
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      words[j] = 0;
-#pragma unroll
-      for (int k = 0; k < 4 / Bytes; ++k) {
-        const int e = (lane + kLanes * i) * L::kChunkElements + j * (4 / Bytes) + k;
-        if (e < left) words[j] |= static_cast<std::uint32_t>(elements[e]) << (k * L::kBits % 32);
-      }
+    for (int k = 0; k < 4 / Bytes; ++k) {
+      const int e = (lane + kLanes * i) * L::kChunkElements + j * (4 / Bytes) + k;
+      if (e < left) words[j] |= static_cast<std::uint32_t>(elements[e]) << (k * L::kBits % 32);
     }
-    v[i] = make_uint4(words[0], words[1], words[2], words[3]);
   }
+  return make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+// The lane's chunks from Begin to End.
+template <int Bytes, bool Whole, bool Streaming, int Begin, int End, int Chunks>
+__device__ __forceinline__ void load_chunks(const void* base, std::int64_t first, std::int64_t numel, int lane,
+                                            uint4 (&v)[Chunks]) {
+#pragma unroll
+  for (int i = Begin; i < End; ++i) v[i] = load_chunk<Bytes, Whole, Streaming>(base, first, numel, lane, i);
 }
 
 // Writes the lane's i-th chunk.

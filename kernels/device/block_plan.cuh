@@ -26,9 +26,8 @@ __device__ __forceinline__ std::uint32_t width_of(std::uint32_t largest_code) {
   return max(static_cast<std::uint32_t>(BlockLayout<Bytes>::kMinWidth), bit_length(largest_code));
 }
 
-// Smallest and largest pattern of a run of slots; zeros don't count. `Rotates`: the slots hold elements, and are turned
-// into patterns here, where only kept ones are left.
-template <int Bytes, bool Rotates>
+// Smallest and largest pattern of a run of slots; zeros don't count. `Rotate`: the slots become patterns first.
+template <int Bytes, bool Rotate>
 __device__ __forceinline__ void slot_range(std::uint32_t* slots, std::uint32_t count, int lane, std::uint32_t& smallest,
                                            std::uint32_t& largest) {
   std::uint32_t lo = ~0u, hi = 0;
@@ -36,7 +35,7 @@ __device__ __forceinline__ void slot_range(std::uint32_t* slots, std::uint32_t c
 #pragma unroll 1
   for (int left = static_cast<int>(count - Codes<Bytes>::kPerLane * lane); left > 0; left -= Codes<Bytes>::kPerStep) {
     uint2 s = *from;
-    if constexpr (Rotates) *from = s = make_uint2(rotate_sign<Bytes>(s.x), rotate_sign<Bytes>(s.y));
+    if constexpr (Rotate) *from = s = make_uint2(rotate_sign<Bytes>(s.x), rotate_sign<Bytes>(s.y));
     from += kLanes;
     if constexpr (Bytes == 4) {
       lo = min(lo, min(s.x - 1, s.y - 1));
@@ -60,45 +59,40 @@ __device__ __forceinline__ void slot_range(std::uint32_t* slots, std::uint32_t c
   largest = __reduce_max_sync(~0u, hi);
 }
 
-// Zeroes the slots from `count` to the next multiple of what a lane codes at once, and not more than two past it.
+// With fewer kept elements a mask and codes, which are no wider than the codes of a dense block, are smaller. With B
+// elements a block, (kept * width + 31) / 32 + B / 32 >= B * dense_width / 32 needs kept >= B - (B + 31) / dense_width.
 template <int Bytes>
-__device__ __forceinline__ void pad_slots(std::uint32_t* slots, std::uint32_t count, int lane) {
-  if (lane < static_cast<int>(Codes<Bytes>::kPerLane) - 1) reinterpret_cast<Slot<Bytes>*>(slots)[count + lane] = 0;
-}
+constexpr std::uint32_t kDenseLeast = BlockLayout<Bytes>::kBlockElements -
+                                      (BlockLayout<Bytes>::kBlockElements + 31) / BlockLayout<Bytes>::kMinWidth;
 
-// With fewer kept elements a mask and codes, which are no wider than the codes of a dense block (at least 4 bits), are
-// smaller: kept * width / 32 + 32 >= 32 * dense_width needs kept >= 1024 * (1 - 1 / dense_width).
-constexpr std::uint32_t kDenseLeast = 768;
-
-// Warp-wide. `slots`: the kept elements, padded with zeros; asked of `tight` only, and left as patterns. `signs`: is
-// any kept value negative; asked of `signless` only. `whole`: every index of the block is inside the tensor.
-template <int Bytes, Codec C, bool Rotates>
-__device__ __forceinline__ BlockPlan plan_block(std::uint32_t* slots, MaskCounts counts, bool signs, bool whole,
-                                                int lane) {
+// Warp-wide. `slots`: the kept patterns, or with `Rotate` elements that become patterns, padded with zeros; asked of
+// `tight` only. `counts`: with signs, for `signless`. `whole`: every index of the block is inside the tensor.
+template <int Bytes, Codec C, bool Rotate>
+__device__ __forceinline__ BlockPlan plan_block(std::uint32_t* slots, MaskCounts counts, bool whole, int lane) {
   using L = BlockLayout<Bytes>;
   const std::uint32_t kept = counts.kept();
   if (kept == 0) return {MaskKind::empty, L::kMinWidth, 0, 0, 0};
-  BlockPlan plan{MaskKind::flat, L::kBits, 0, kFlatMaskWords, 0};
+  BlockPlan plan{MaskKind::flat, L::kBits, 0, L::kFlatMaskWords, 0};
   if constexpr (may_be_two_level(C)) {
-    const std::uint32_t two_level = two_level_words(counts.nibbles());
-    if (two_level < kFlatMaskWords) {
+    const std::uint32_t two_level = L::two_level_words(counts.nibbles());
+    if (two_level < L::kFlatMaskWords) {
       plan.kind = MaskKind::two_level;
       plan.mask_words = two_level;
     }
   }
   std::uint32_t largest = ~0u >> (32 - L::kBits);
-  if constexpr (C == Codec::signless) largest = signs ? largest : largest >> 1;
+  if constexpr (C == Codec::signless) largest = counts.signs() ? largest : largest >> 1;
   if constexpr (C == Codec::tight) {
     std::uint32_t smallest;
-    slot_range<Bytes, Rotates>(slots, kept, lane, smallest, largest);
+    slot_range<Bytes, Rotate>(slots, kept, lane, smallest, largest);
     plan.stored_reference = smallest >> L::kReferenceDrop;
   }
   plan.width = width_of<Bytes>(largest - (plan.stored_reference << L::kReferenceDrop));
   plan.code_words = (kept * plan.width + 31) >> 5;
-  if (whole && kept >= kDenseLeast) {
+  if (whole && kept >= kDenseLeast<Bytes>) {
     const std::uint32_t dense_width = width_of<Bytes>(largest);
-    if (plan.mask_words + plan.code_words >= kLanes * dense_width)
-      plan = {MaskKind::dense, dense_width, 0, 0, kLanes * dense_width};
+    const std::uint32_t dense_words = L::kLaneElements * dense_width;
+    if (plan.mask_words + plan.code_words >= dense_words) plan = {MaskKind::dense, dense_width, 0, 0, dense_words};
   }
   return plan;
 }

@@ -10,7 +10,6 @@
 #include "bitsparse/format.h"
 #include "device/block_io.cuh"
 #include "device/ptx.cuh"
-#include "device/scalar.cuh"
 
 namespace bitsparse::kernels {
 
@@ -26,9 +25,9 @@ struct Codes {
     return pattern;
   }
 
-  // What is above the reference, 0 where an element is below it: an exception, or padding.
+  // What is above the reference, 0 where padding is below it. Bytes are padded with the reference.
   static __device__ __forceinline__ std::uint32_t above(std::uint32_t x, std::uint32_t repeated_reference) {
-    if constexpr (Bytes == 1) return __vsubus4(x, repeated_reference);
+    if constexpr (Bytes == 1) return x - repeated_reference;
     if constexpr (Bytes == 2) return __vmaxu2(x, repeated_reference) - repeated_reference;
     return max(x, repeated_reference) - repeated_reference;
   }
@@ -53,19 +52,26 @@ struct Codes {
   }
 
   // Slots [0..count) less the reference -> codes of `width` bits at `out`. Slots up to the next multiple of kPerLane
-  // are zero.
+  // are padding.
   static __device__ __forceinline__ void pack(const std::uint32_t* slots, std::uint32_t count, std::uint32_t width,
                                               std::uint32_t reference, std::uint32_t* out, std::uint32_t out_words,
                                               int lane) {
     const std::uint32_t lane_bits = kPerLane * width, shift = (lane_bits * lane) & 31, word_bits = lane_bits / 2;
     const bool reaches_third = shift + lane_bits >= 64;
     const std::uint32_t base = repeat(reference);
+    if constexpr (Bytes == 1) {
+      if (width == 8) {  // with signs, the usual case
+#pragma unroll 1
+        for (std::uint32_t i = lane; i < out_words; i += kLanes) out[i] = slots[i] - base;
+        return;
+      }
+    }
     const std::uint32_t* const end = out + out_words;
     std::uint32_t* to = out + ((lane_bits * lane) >> 5);
     const uint2* from = reinterpret_cast<const uint2*>(slots) + lane;
 #pragma unroll 1
     for (std::uint32_t i = 0; i < count; i += kPerStep) {
-      uint2 s = make_uint2(0, 0);
+      uint2 s = Bytes == 1 ? make_uint2(base, base) : make_uint2(0, 0);
       if (i + kPerLane * lane < count) s = *from;
       const std::uint32_t x0 = close_gaps(above(s.x, base), width), x1 = close_gaps(above(s.y, base), width);
       const std::uint32_t low = x0 | shift_left(x1, word_bits), high = shift_right(x1, 32 - word_bits);
@@ -80,14 +86,22 @@ struct Codes {
     }
   }
 
-  // The inverse. May read two words past the codes and write up to the next multiple of kPerLane slots. `Rotates`:
-  // codes are of patterns whose sign was rotated, slots get elements.
-  template <bool Rotates>
+  // The inverse; `change` is applied to each word of slots. May read two words past the codes and write up to the next
+  // multiple of kPerLane slots.
+  template <class Change>
   static __device__ __forceinline__ void unpack(const std::uint32_t* in, std::uint32_t count, std::uint32_t width,
-                                                std::uint32_t reference, std::uint32_t* slots, int lane) {
+                                                std::uint32_t reference, std::uint32_t* slots, int lane,
+                                                const Change& change) {
     const std::uint32_t lane_bits = kPerLane * width, shift = (lane_bits * lane) & 31;
     const std::uint32_t word_bits = lane_bits / 2, low_bits = ~0u >> (32 - word_bits);
     const std::uint32_t base = repeat(reference);
+    if constexpr (Bytes == 1) {
+      if (width == 8) {
+#pragma unroll 1
+        for (std::uint32_t i = lane; 4 * i < count; i += kLanes) slots[i] = change(in[i] + base);
+        return;
+      }
+    }
     const std::uint32_t* from = in + ((lane_bits * lane) >> 5);
     uint2* to = reinterpret_cast<uint2*>(slots) + lane;
 #pragma unroll 1
@@ -95,9 +109,7 @@ struct Codes {
       const std::uint32_t low = __funnelshift_r(from[0], from[1], shift);
       const std::uint32_t high = __funnelshift_r(from[1], from[2], shift);
       const std::uint32_t x0 = low & low_bits, x1 = __funnelshift_rc(low, high, word_bits) & low_bits;
-      uint2 s = make_uint2(open_gaps(x0, width) + base, open_gaps(x1, width) + base);
-      if constexpr (Rotates) s = make_uint2(unrotate_sign<Bytes>(s.x), unrotate_sign<Bytes>(s.y));
-      *to = s;
+      *to = make_uint2(change(open_gaps(x0, width) + base), change(open_gaps(x1, width) + base));
       from += lane_bits;
       to += kLanes;
     }

@@ -30,6 +30,10 @@ struct CompressConfig {
   static constexpr Epilogue kEpilogue = E;
   static constexpr int kBytes = Scalar<D>::kBytes;
   static constexpr bool kRotates = rotates_sign(C, K);
+  // Elements that are not kept become zero as they are read, unless they are zero, or nobody looks at them until they
+  // are left out.
+  static constexpr bool kLooks = C == Codec::signless || E != Epilogue::none;
+  static constexpr bool kDropsEarly = K == Keep::positive && (kBytes > 1 || kLooks);
   using L = BlockLayout<kBytes>;
   static constexpr int kThreads = L::kBlocksPerTile * kLanes;
   static constexpr int kStageWords = (L::kMaxTileWords + 3) / 4 * 4;
@@ -38,85 +42,89 @@ struct CompressConfig {
   static constexpr int kSharedBytes = 4 * (kStageWords + L::kBlocksPerTile * kSlotWords);
 };
 
-// What a lane holds of its warp's block: elements that are not kept are zero.
+// What a lane holds of its warp's block.
 template <class Config>
 struct LaneBlock {
   using L = typename Config::L;
-  uint4 elements[L::kChunksPerLane];
-  std::uint32_t mask;
+  uint4 elements[L::kChunksPerLane];  // those that are not kept are zero, unless they are bytes
+  LaneMask<Config::kBytes> mask;
   MaskCounts before;  // of lower lanes
   MaskCounts all;     // of the block
-  bool signs;         // some kept value of the block is negative; known for `signless`
 };
 
-// Loads the block, writes its activation, and leaves the kept elements.
+// Loads the block, writes its activation, and leaves the elements in the order of their codes.
 template <class Config, bool Whole>
 __device__ __forceinline__ void read_block(const void* in, void* out, std::int64_t first, std::int64_t numel, int lane,
                                            LaneBlock<Config>& block) {
   using L = typename Config::L;
   constexpr int kBytes = Config::kBytes;
   constexpr Epilogue E = Config::kEpilogue;
-  load_block<kBytes, Whole, true>(in, first, numel, lane, block.elements);
-  block.mask = 0;
+  load_chunks<kBytes, Whole, true, 0, L::kChunksPerLane>(in, first, numel, lane, block.elements);
+  block.mask = LaneMask<kBytes>::filled_with(0);
   std::uint32_t any = 0;
 #pragma unroll
   for (int i = 0; i < L::kChunksPerLane; ++i) {
     std::uint32_t* x = reinterpret_cast<std::uint32_t*>(&block.elements[i]);
-    std::uint32_t activation[4];
+    std::uint32_t kept[4], activation[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      keep_word<Config::kDType, Config::kKeep>(x[j], 4 * i + j, block.mask);
+      if constexpr (kBytes > 1 && Config::kKeep == Keep::nonzero) {
+        block.mask.of(4 * i) += nonzero_mask_bits<kBytes>(x[j], 4 * i + j);
+      } else {
+        kept[j] = keep_mask<Config::kDType, Config::kKeep>(x[j]);
+        if constexpr (kBytes > 1) block.mask.of(4 * i) |= mask_bits<kBytes>(kept[j], 4 * i + j);
+        if constexpr (Config::kDropsEarly) x[j] &= kept[j];
+      }
       if constexpr (Config::kCodec == Codec::signless) any |= x[j];
       if constexpr (E != Epilogue::none) activation[j] = activate<Config::kDType, E>(x[j]);
     }
+    if constexpr (kBytes == 1) block.mask.of(4 * i) += byte_mask_bits(kept, i);
     if constexpr (E != Epilogue::none) store_chunk<kBytes, Whole, false>(out, first, numel, lane, i, activation);
   }
-  const MaskCounts own = count_mask<may_be_two_level(Config::kCodec)>(block.mask);
+  constexpr std::uint32_t kSigns = kBytes == 4 ? 0x80000000u : kBytes == 2 ? 0x80008000u : 0x80808080u;
+  const MaskCounts own = count_mask<may_be_two_level(Config::kCodec)>(block.mask, any & kSigns);
   const std::uint32_t through = warp_inclusive_sum(own.packed);
   block.before = {through - own.packed};
   block.all = {__shfl_sync(~0u, through, kLanes - 1)};
-  block.signs = false;
-  if constexpr (Config::kCodec == Codec::signless) {
-    constexpr std::uint32_t kSigns = kBytes == 4 ? 0x80000000u : kBytes == 2 ? 0x80008000u : 0x80808080u;
-    block.signs = __any_sync(~0u, any & kSigns);
-  }
 }
 
 // Warp-wide, before sizes are known: leaves in `slots` what is to be coded, but for `raw`, whose codes are the elements
 // themselves.
 template <class Config>
-__device__ __forceinline__ BlockPlan prepare_block(const LaneBlock<Config>& block, std::uint32_t* slots, bool whole,
-                                                   int lane) {
+__device__ __forceinline__ BlockPlan prepare_block(const LaneBlock<Config>& block,
+                                                   const ByteMoves<Config::kBytes>& moves, std::uint32_t* slots,
+                                                   bool whole, int lane) {
   if constexpr (Config::kCodec != Codec::raw) {
     pad_slots<Config::kBytes>(slots, block.all.kept(), lane);
-    gather_kept<Config::kDType, Config::kKeep>(slots, block.before.kept(), block.elements, block.mask);
+    gather_kept<Config::kDType, Config::kKeep>(slots, block.before.kept(), block.elements, block.mask, moves);
     __syncwarp();
   }
-  const BlockPlan plan =
-      plan_block<Config::kBytes, Config::kCodec, Config::kRotates>(slots, block.all, block.signs, whole, lane);
+  const BlockPlan plan = plan_block<Config::kBytes, Config::kCodec, Config::kRotates>(slots, block.all, whole, lane);
   if (Config::kCodec != Codec::raw && plan.kind == MaskKind::dense) {
     __syncwarp();
-    gather_all<Config::kRotates ? Config::kBytes : 0>(slots, block.elements, lane);
+    gather_all<Config::kRotates>(slots, block.elements, block.mask, lane);
     __syncwarp();
+  } else if constexpr (Config::kCodec == Codec::tight) {
+    pad_with_reference<Config::kBytes>(slots, block.all.kept(), plan.stored_reference, lane);
   }
   return plan;
 }
 
 // Warp-wide: the block's body, at its place in the blob.
 template <class Config>
-__device__ __forceinline__ void write_body(const LaneBlock<Config>& block, const BlockPlan& plan,
-                                           const std::uint32_t* slots, std::uint32_t* body, int lane) {
+__device__ __forceinline__ void write_body(const LaneBlock<Config>& block, const ByteMoves<Config::kBytes>& moves,
+                                           const BlockPlan& plan, const std::uint32_t* slots, std::uint32_t* body,
+                                           int lane) {
   constexpr int kBytes = Config::kBytes;
-  if (plan.kind == MaskKind::flat) body[lane] = block.mask;
+  if (plan.kind == MaskKind::flat) write_flat(body, block.mask, lane);
   if (may_be_two_level(Config::kCodec) && plan.kind == MaskKind::two_level)
     write_two_level(body, plan.mask_words, block.mask, block.before.nibbles(), lane);
-  const std::uint32_t count = plan.kind == MaskKind::dense ? kBlockElements : block.all.kept();
+  const std::uint32_t count = plan.kind == MaskKind::dense ? Config::L::kBlockElements : block.all.kept();
   std::uint32_t* codes = body + plan.mask_words;
   if constexpr (Config::kCodec == Codec::raw) {
-    if (plan.kind == MaskKind::dense) return gather_all<0>(codes, block.elements, lane);
-    constexpr std::uint32_t kPerWord = 4 / kBytes;
-    if (lane < (-count & (kPerWord - 1))) reinterpret_cast<Slot<kBytes>*>(codes)[count + lane] = 0;
-    gather_kept<Config::kDType, Config::kKeep>(codes, block.before.kept(), block.elements, block.mask);
+    if (plan.kind == MaskKind::dense) return gather_all<false>(codes, block.elements, block.mask, lane);
+    pad_word<kBytes>(codes, count, lane);
+    gather_kept<Config::kDType, Config::kKeep>(codes, block.before.kept(), block.elements, block.mask, moves);
   } else {
     Codes<kBytes>::pack(slots, count, plan.width, plan.stored_reference << Config::L::kReferenceDrop, codes,
                         plan.code_words, lane);
@@ -154,10 +162,11 @@ __device__ __forceinline__ void compress_tile(const void* in, void* out, std::in
   std::uint32_t* const stage = shared;
   std::uint32_t* const slots = shared + Config::kStageWords + warp * Config::kSlotWords;
 
-  const std::int64_t first = (static_cast<std::int64_t>(this_tile()) * kBlocks + warp) * kBlockElements;
+  const std::int64_t first = (static_cast<std::int64_t>(this_tile()) * kBlocks + warp) * L::kBlockElements;
+  const auto moves = ByteMoves<Config::kBytes>::compacting(lane);
   LaneBlock<Config> block;
   read_block<Config, Whole>(in, out, first, numel, lane, block);
-  const BlockPlan plan = prepare_block(block, slots, Whole || first + kBlockElements <= numel, lane);
+  const BlockPlan plan = prepare_block(block, moves, slots, Whole || first + L::kBlockElements <= numel, lane);
   if (lane == 0) block_sizes[warp] = plan.mask_words + plan.code_words | block.all.kept() << 16;
   __syncthreads();  // all sizes known
 
@@ -169,7 +178,7 @@ __device__ __forceinline__ void compress_tile(const void* in, void* out, std::in
   if (threadIdx.x == 0) ticket = reserve_units(store, units);
   if (lane == 0) stage[warp] = L::make_header(offset, plan.width, plan.kind, plan.stored_reference);
   if (threadIdx.x < units * 4 - total) stage[total + threadIdx.x] = 0;
-  write_body(block, plan, slots, stage + offset, lane);
+  write_body(block, moves, plan, slots, stage + offset, lane);
 
   if (threadIdx.x == 0) {
     const Reservation reservation = reservation_of(ticket, gridDim.x);

@@ -16,12 +16,10 @@ template <DType D, Codec C>
 cudaError_t compress_codec(const void* in, void* out, std::int64_t numel, Keep keep, Epilogue epilogue,
                            const BlobStore& store, cudaStream_t stream) {
   if (keep == Keep::nonzero) return compress_as<D, C, Keep::nonzero, Epilogue::none>(in, out, numel, store, stream);
-  if constexpr (element_bytes(D) > 1) {
-    if (epilogue == Epilogue::relu)
-      return compress_as<D, C, Keep::positive, Epilogue::relu>(in, out, numel, store, stream);
-    if (epilogue == Epilogue::relu_squared)
-      return compress_as<D, C, Keep::positive, Epilogue::relu_squared>(in, out, numel, store, stream);
-  }
+  if (epilogue == Epilogue::relu)
+    return compress_as<D, C, Keep::positive, Epilogue::relu>(in, out, numel, store, stream);
+  if (epilogue == Epilogue::relu_squared)
+    return compress_as<D, C, Keep::positive, Epilogue::relu_squared>(in, out, numel, store, stream);
   return compress_as<D, C, Keep::positive, Epilogue::none>(in, out, numel, store, stream);
 }
 

@@ -1,40 +1,66 @@
-// A block's mask: lane l of a warp holds mask word l. Flat and two-level forms in shared memory.
+// A block's mask: each lane of a warp holds its own words. Flat and two-level forms in shared memory.
 #pragma once
 
 #include <cstdint>
 
 #include "bitsparse/format.h"
 #include "device/bits.cuh"
+#include "device/block_io.cuh"
 #include "device/ptx.cuh"
-#include "device/scalar.cuh"
 
 namespace bitsparse::kernels {
 
-// Adds the mask bits of `x`, a lane's j-th word, to the lane's mask, and clears the elements of `x` that are not kept.
-template <DType D, Keep K>
-__device__ __forceinline__ void keep_word(std::uint32_t& x, int j, std::uint32_t& mask) {
-  constexpr int kBytes = Scalar<D>::kBytes;
-  if constexpr (kBytes == 1) {
-    std::uint32_t kept;  // in the top bits, at least; the sum cannot carry from one byte into the next
-    if constexpr (K == Keep::positive)
-      x &= kept = Scalar<D>::positive_mask(x);
-    else
-      kept = ((x & 0x7f7f7f7fu) + 0x7f7f7f7fu) | x;
-    // The product gathers the four top bits in bits 28..31.
-    mask |= ((kept & 0x80808080u) * 0x00204081u >> 28) << (4 * j);
-  } else if constexpr (K == Keep::positive) {
-    const std::uint32_t kept = Scalar<D>::positive_mask(x);
-    mask |= kept & ((kBytes == 2 ? 0x00010001u : 1u) << j);
-    x &= kept;
-  } else {
-    mask += (kBytes == 2 ? __vminu2(x, 0x00010001u) : min(x, 1u)) << j;  // adding bits: one instruction with the shift
+template <int Bytes>
+struct LaneMask {
+  static constexpr int kWords = BlockLayout<Bytes>::kLaneMaskWords;
+  std::uint32_t words[kWords];
+
+  static __device__ __forceinline__ LaneMask filled_with(std::uint32_t word) {
+    LaneMask mask;
+#pragma unroll
+    for (std::uint32_t& w : mask.words) w = word;
+    return mask;
   }
+  // The word with the bits of the elements in the lane's j-th word.
+  __device__ __forceinline__ std::uint32_t& of(int j) { return words[j * (4 / Bytes) / 32]; }
+  __device__ __forceinline__ std::uint32_t of(int j) const { return words[j * (4 / Bytes) / 32]; }
+  __device__ __forceinline__ std::uint32_t kept() const {
+    std::uint32_t count = 0;
+#pragma unroll
+    for (std::uint32_t word : words) count += __popc(word);
+    return count;
+  }
+};
+
+// The mask bits of the lane's j-th word of larger elements, given all-ones elements where kept.
+template <int Bytes>
+__device__ __forceinline__ std::uint32_t mask_bits(std::uint32_t kept, int j) {
+  static_assert(Bytes > 1);
+  return kept & ((Bytes == 2 ? 0x00010001u : 1u) << j);
 }
 
-// Is the k-th element of the lane's j-th word kept?
+// The mask bits of a word of larger elements that are kept unless they are zero. To be added: one instruction with the
+// shift.
 template <int Bytes>
-__device__ __forceinline__ bool mask_test(std::uint32_t mask, int j, int k) {
-  return mask & (1u << BlockLayout<Bytes>::mask_bit(j * (4 / Bytes) + k));
+__device__ __forceinline__ std::uint32_t nonzero_mask_bits(std::uint32_t x, int j) {
+  static_assert(Bytes > 1);
+  return (Bytes == 2 ? __vminu2(x, 0x00010001u) : min(x, 1u)) << j;
+}
+
+// Those of the lane's i-th chunk of bytes, at their place in the mask word: sums of products with bytes that are 0 or
+// -1; the factors are -1, -2, -4, -8 for the bits of one nibble and 16 times as much for the next.
+__device__ __forceinline__ std::uint32_t byte_mask_bits(const std::uint32_t (&kept)[4], int i) {
+  const auto byte = [](std::uint32_t low, std::uint32_t high) {
+    const int nibble = __dp4a(static_cast<int>(low), static_cast<int>(0xf8fcfeffu), 0);
+    return static_cast<std::uint32_t>(__dp4a(static_cast<int>(high), static_cast<int>(0x80c0e0f0u), nibble));
+  };
+  const std::uint32_t bits = byte(kept[2], kept[3]) * 256 + byte(kept[0], kept[1]);
+  return i % 2 ? bits << 16 : bits;
+}
+
+// All bits of the bytes that the low four bits of a mask stand for.
+__device__ __forceinline__ std::uint32_t kept_bytes(std::uint32_t mask) {
+  return (((mask & 15) * 0x00204081u) & 0x01010101u) * 0xff;
 }
 
 // The lowest bit of every nibble that is not zero.
@@ -43,37 +69,88 @@ __device__ __forceinline__ std::uint32_t nonzero_nibbles(std::uint32_t x) {
   return (x | x >> 2) & 0x11111111u;
 }
 
-// Kept elements and mask nibbles that are not zero, of a lane or summed over lanes: side by side in a word, so that one
-// scan of a warp serves both.
+// Kept elements, mask nibbles that are not zero, and lanes with a negative kept element, of a lane or summed over
+// lanes: side by side in a word, so that one scan of a warp serves all.
 struct MaskCounts {
+  static constexpr int kNibbleShift = 16, kSignShift = 26;
   std::uint32_t packed;
   __device__ __forceinline__ std::uint32_t kept() const { return packed & 0xffff; }
-  __device__ __forceinline__ std::uint32_t nibbles() const { return packed >> 16; }
+  __device__ __forceinline__ std::uint32_t nibbles() const { return packed << (32 - kSignShift) >> (48 - kSignShift); }
+  __device__ __forceinline__ bool signs() const { return packed >> kSignShift; }
 };
 
-template <bool Nibbles>
-__device__ __forceinline__ MaskCounts count_mask(std::uint32_t mask) {
-  const std::uint32_t kept = __popc(mask);
+template <bool Nibbles, int Bytes>
+__device__ __forceinline__ MaskCounts count_mask(const LaneMask<Bytes>& mask, bool signs) {
+  const std::uint32_t kept = mask.kept() + (signs ? 1u << MaskCounts::kSignShift : 0);
   if constexpr (!Nibbles) return {kept};
-  return {kept + (static_cast<std::uint32_t>(__popc(nonzero_nibbles(mask))) << 16)};
+  std::uint32_t nibbles = 0;
+#pragma unroll
+  for (std::uint32_t word : mask.words) nibbles += __popc(nonzero_nibbles(word));
+  return {kept + (nibbles << MaskCounts::kNibbleShift)};
+}
+
+// The nibbles of a mask word that are not zero, side by side from bit 0 on, and a presence bit for each of the eight.
+struct Nibbles {
+  std::uint32_t nibbles, presence;
+};
+__device__ __forceinline__ Nibbles collect_nibbles(std::uint32_t x) {
+  const std::uint32_t nonzero = nonzero_nibbles(x);
+  const std::uint32_t low = nonzero & 0x01010101u, high = nonzero >> 4 & 0x01010101u;  // one in each byte
+  // In each byte the first nibble that is not zero moves down; then the bytes move together.
+  const std::uint32_t has_low = low * 0xff;
+  x = (x & has_low) | ((x >> 4 & 0x0f0f0f0fu) & ~has_low);
+  const std::uint32_t begins = (low + high) * (kNibbleBits * 0x01010100u);
+  const auto moved = [&](int byte) {
+    return __funnelshift_l(0, permute_bytes(x, 0, 0x4440 + byte),
+                           begins >> (8 * byte));  // by the count's low five bits
+  };
+  return {(x & 0xff) | moved(1) | moved(2) | moved(3), __dp4a(low, 0x40100401u, __dp4a(high, 0x80200802u, 0u))};
+}
+
+// Warp-wide: the flat form, and back.
+template <int Bytes>
+__device__ __forceinline__ void write_flat(std::uint32_t* out, const LaneMask<Bytes>& mask, int lane) {
+#pragma unroll
+  for (int w = 0; w < LaneMask<Bytes>::kWords; ++w) out[w * kLanes + lane] = mask.words[w];
+}
+template <int Bytes>
+__device__ __forceinline__ LaneMask<Bytes> read_flat(const std::uint32_t* in, int lane) {
+  LaneMask<Bytes> mask;
+#pragma unroll
+  for (int w = 0; w < LaneMask<Bytes>::kWords; ++w) mask.words[w] = in[w * kLanes + lane];
+  return mask;
 }
 
 // Warp-wide: the two-level form of `words` words. `before`: nibbles of lower lanes.
-__device__ __forceinline__ void write_two_level(std::uint32_t* out, std::uint32_t words, std::uint32_t mask,
+template <int Bytes>
+__device__ __forceinline__ void write_two_level(std::uint32_t* out, std::uint32_t words, const LaneMask<Bytes>& mask,
                                                 std::uint32_t before, int lane) {
-  std::uint32_t* nibbles = out + kPresenceWords;
-  if (lane < words - kPresenceWords) nibbles[lane] = 0;
-  const std::uint32_t nonzero = nonzero_nibbles(mask);
-  // Bit 4 i to bit i, by halves.
-  std::uint32_t presence = (nonzero | nonzero >> 3) & 0x03030303u;
-  presence = (presence | presence >> 6) & 0x000f000fu;
-  reinterpret_cast<std::uint8_t*>(out)[lane] = static_cast<std::uint8_t>(presence | presence >> 12);
-  std::uint32_t own = 0;
+  using L = BlockLayout<Bytes>;
+  constexpr int kWords = L::kLaneMaskWords;
+  std::uint32_t* nibbles = out + L::kPresenceWords;
 #pragma unroll
-  for (int i = 7; i >= 0; --i)
-    if (nonzero & (1u << (4 * i))) own = own << 4 | (mask >> (4 * i) & 15);
+  for (int w = 0; w < kWords; ++w)
+    if (w * kLanes + lane < words - L::kPresenceWords) nibbles[w * kLanes + lane] = 0;
+  std::uint32_t own[kWords], presence = 0;
+#pragma unroll
+  for (int w = 0; w < kWords; ++w) {
+    const Nibbles collected = collect_nibbles(mask.words[w]);
+    own[w] = collected.nibbles;
+    presence |= collected.presence << (8 * w);
+  }
+  reinterpret_cast<Slot<kWords>*>(out)[lane] = static_cast<Slot<kWords>>(presence);
   __syncwarp();
-  or_bits(nibbles, kNibbleBits * before, own);
+#pragma unroll
+  for (int w = 0; w < kWords; ++w) {
+    or_bits(nibbles, kNibbleBits * before, own[w]);
+    before += __popc(presence >> (8 * w) & 0xff);
+  }
+}
+
+// The presence bits of the lane's mask word w, given those of all its words.
+template <int Bytes>
+__device__ __forceinline__ std::uint32_t presence_byte(std::uint32_t presence, int w) {
+  return LaneMask<Bytes>::kWords == 1 ? presence : presence >> (8 * w) & 0xff;
 }
 
 // The inverse of collecting: the lowest nibbles of `x`, one for each presence bit, to the places of those bits. From
@@ -92,13 +169,24 @@ __device__ __forceinline__ std::uint32_t spread_nibbles(std::uint32_t x, std::ui
   return (x & low) | (high & present & 0xf0f0f0f0u);
 }
 
-// Warp-wide: the lane's mask word; `words` is the size of the form read.
-__device__ __forceinline__ std::uint32_t read_two_level(const std::uint32_t* in, int lane, std::uint32_t& words) {
-  const std::uint32_t presence = reinterpret_cast<const std::uint8_t*>(in)[lane];
+// Warp-wide: the lane's mask; `words` is the size of the form read.
+template <int Bytes>
+__device__ __forceinline__ LaneMask<Bytes> read_two_level(const std::uint32_t* in, int lane, std::uint32_t& words) {
+  using L = BlockLayout<Bytes>;
+  const std::uint32_t presence = reinterpret_cast<const Slot<L::kLaneMaskWords>*>(in)[lane];
   const std::uint32_t own = __popc(presence), through = warp_inclusive_sum(own);
-  const std::uint32_t nibbles = read_bits(in + kPresenceWords, kNibbleBits * (through - own));
-  words = two_level_words(__shfl_sync(~0u, through, kLanes - 1));
-  return spread_nibbles(nibbles, presence);
+  std::uint32_t before = through - own;
+  LaneMask<Bytes> mask;
+#pragma unroll
+  for (int w = 0; w < L::kLaneMaskWords; ++w) {
+    mask.words[w] = read_bits(in + L::kPresenceWords, kNibbleBits * before);
+    before += __popc(presence_byte<Bytes>(presence, w));
+  }
+  words = L::two_level_words(__shfl_sync(~0u, through, kLanes - 1));
+#pragma unroll
+  for (int w = 0; w < L::kLaneMaskWords; ++w)
+    mask.words[w] = spread_nibbles(mask.words[w], presence_byte<Bytes>(presence, w));
+  return mask;
 }
 
 }  // namespace bitsparse::kernels

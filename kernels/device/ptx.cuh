@@ -44,6 +44,17 @@ __device__ __forceinline__ std::uint32_t shift_right(std::uint32_t x, std::uint3
   return r;
 }
 
+// Four bytes of `b` (4..7) and `a` (0..3), chosen by the nibbles of the selector's low half; its high half is not
+// looked at. Nibbles from 8 on repeat the top bit of a byte.
+__device__ __forceinline__ std::uint32_t permute_bytes(std::uint32_t a, std::uint32_t b, std::uint32_t selector) {
+  std::uint32_t r;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(selector));
+  return r;
+}
+
+// All bits of every byte whose top bit is set.
+__device__ __forceinline__ std::uint32_t spread_top_bits(std::uint32_t x) { return permute_bytes(x, x, 0xba98); }
+
 // Inclusive sum over the lanes of a warp.
 __device__ __forceinline__ std::uint32_t warp_inclusive_sum(std::uint32_t x) {
 #pragma unroll

@@ -9,6 +9,7 @@
 #include "bitsparse/format.h"
 #include "device/blob_store.cuh"
 #include "device/block_io.cuh"
+#include "device/byte_moves.cuh"
 #include "device/codes.cuh"
 #include "device/mask.cuh"
 #include "device/ptx.cuh"
@@ -29,6 +30,11 @@ struct RestoreConfig {
   static constexpr Output kOutput = O;
   static constexpr int kBytes = Scalar<D>::kBytes;
   static constexpr bool kRotates = rotates_sign(C, K);
+  // What decoding the masks of bytes needs in registers, the gradient's last chunk can't have.
+  static constexpr int kLateChunks = kBytes == 1 ? 1 : 0;
+  // Values change while they are side by side: fewer words. But for the activation of larger ones, whose squares are
+  // one instruction anywhere.
+  static constexpr bool kChangesEarly = kRotates || (kBytes == 1 && O == Output::activation);
   using L = BlockLayout<kBytes>;
   static constexpr int kThreads = L::kBlocksPerTile * kLanes;
   static constexpr int kStageWords = (L::kMaxTileWords + 3) / 4 * 4 + 4;  // unpack reads up to two words past the codes
@@ -37,6 +43,8 @@ struct RestoreConfig {
   static constexpr int kSharedBytes = 4 * (kStageWords + L::kBlocksPerTile * kScratchWords);
 };
 
+// Puts kept elements of 2 or 4 bytes in their places, one by one.
+namespace detail {
 // The element of mask bit `Bit` from shared address `p` on if it is kept, else zero. Predicated, not branched around.
 template <int Bytes, int Bit>
 __device__ __forceinline__ std::uint32_t next_element(std::uint32_t& p, std::uint32_t mask) {
@@ -47,7 +55,6 @@ __device__ __forceinline__ std::uint32_t next_element(std::uint32_t& p, std::uin
                : "+r"(x), "+r"(p)                                                             \
                : "r"(mask), "n"(1u << Bit), "n"(Bytes)                                        \
                : "memory")
-  if constexpr (Bytes == 1) BITSPARSE_POP("ld.shared.u8");
   if constexpr (Bytes == 2) BITSPARSE_POP("ld.shared.u16");
   if constexpr (Bytes == 4) BITSPARSE_POP("ld.shared.u32");
 #undef BITSPARSE_POP
@@ -61,22 +68,15 @@ __device__ __forceinline__ std::uint32_t next_word(std::uint32_t& p, std::uint32
   constexpr int e = J * (4 / Bytes);
   if constexpr (Bytes == 4) {
     return next_element<4, L::mask_bit(e)>(p, mask);
-  } else if constexpr (Bytes == 2) {
+  } else {
     const std::uint32_t low = next_element<2, L::mask_bit(e)>(p, mask);
     const std::uint32_t high = next_element<2, L::mask_bit(e + 1)>(p, mask);
     return __byte_perm(low, high, 0x5410);
-  } else {
-    const std::uint32_t b0 = next_element<1, L::mask_bit(e)>(p, mask),
-                        b1 = next_element<1, L::mask_bit(e + 1)>(p, mask);
-    const std::uint32_t b2 = next_element<1, L::mask_bit(e + 2)>(p, mask),
-                        b3 = next_element<1, L::mask_bit(e + 3)>(p, mask);
-    return __byte_perm(__byte_perm(b0, b1, 0x0040), __byte_perm(b2, b3, 0x0040), 0x5410);
   }
 }
 
-// The lane's elements, chunk by chunk, to `output`.
-template <class Config, int I = 0, class Output>
-__device__ __forceinline__ void expand(std::uint32_t& p, std::uint32_t mask, const Output& output) {
+template <class Config, int I, class Output>
+__device__ __forceinline__ void expand_chunks(std::uint32_t& p, std::uint32_t mask, const Output& output) {
   if constexpr (I < Config::L::kChunksPerLane) {
     constexpr int kBytes = Config::kBytes;
     uint4 chunk;
@@ -85,7 +85,33 @@ __device__ __forceinline__ void expand(std::uint32_t& p, std::uint32_t mask, con
     chunk.z = next_word<kBytes, 4 * I + 2>(p, mask);
     chunk.w = next_word<kBytes, 4 * I + 3>(p, mask);
     output(I, chunk);
-    expand<Config, I + 1>(p, mask, output);
+    expand_chunks<Config, I + 1>(p, mask, output);
+  }
+}
+}  // namespace detail
+
+// The lane's elements, chunk by chunk, to `output`; `rank`: its first kept one's place in `values`.
+template <class Config, class Output>
+__device__ __forceinline__ void expand(const std::uint32_t* values, std::uint32_t rank,
+                                       const LaneMask<Config::kBytes>& mask, const ByteMoves<Config::kBytes>& moves,
+                                       const Output& output) {
+  if constexpr (Config::kBytes == 1) {
+    ByteReader reader(values, rank);
+#pragma unroll
+    for (int i = 0; i < Config::L::kChunksPerLane; ++i) {
+      std::uint32_t x[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const ByteMove move = moves.of(mask.of(4 * i) >> (16 * (i % 2) + 4 * j));
+        x[j] = move(reader.peek());
+        reader.skip(move.bits());
+      }
+      output(i, make_uint4(x[0], x[1], x[2], x[3]));
+      __syncwarp();  // keeps the compiler from expanding several chunks at once, for which there are no registers
+    }
+  } else {
+    std::uint32_t p = shared_address(values) + rank * Config::kBytes;
+    detail::expand_chunks<Config, 0>(p, mask.words[0], output);
   }
 }
 
@@ -146,7 +172,8 @@ struct ChunkOutput {
     std::uint32_t words[4] = {values.x, values.y, values.z, values.w};
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      if constexpr (Config::kOutput == Output::activation) words[j] = activate<D, Config::kEpilogue>(words[j]);
+      if constexpr (Config::kOutput == Output::activation && !Config::kChangesEarly)
+        words[j] = activate<D, Config::kEpilogue>(words[j]);
       if constexpr (Config::kOutput == Output::gradient)
         words[j] =
             activation_gradient<D, Config::kEpilogue>(words[j], reinterpret_cast<const std::uint32_t*>(grad + i)[j]);
@@ -166,11 +193,13 @@ __device__ __forceinline__ void restore_tile(void* data, std::int64_t numel, con
   __shared__ __align__(8) std::uint64_t arrived;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   std::uint32_t* stage = shared;
+  const auto moves = ByteMoves<kBytes>::expanding(lane);
   const BlobLoad load{stage, &lost, &arrived};
   load.start(store);
-  const std::int64_t first = (static_cast<std::int64_t>(this_tile()) * L::kBlocksPerTile + warp) * kBlockElements;
+  const std::int64_t first = (static_cast<std::int64_t>(this_tile()) * L::kBlocksPerTile + warp) * L::kBlockElements;
   uint4 grad[kGradient ? L::kChunksPerLane : 1];
-  if constexpr (kGradient) load_block<kBytes, Whole, false>(data, first, numel, lane, grad);
+  constexpr int kEarly = L::kChunksPerLane - Config::kLateChunks;
+  if constexpr (kGradient) load_chunks<kBytes, Whole, false, 0, kEarly>(data, first, numel, lane, grad);
   if (!load.finish(store)) {  // the arena had no room for this tile: be seen
     constexpr std::uint32_t nan = Scalar<Config::kDType>::kNaN;
 #pragma unroll
@@ -183,30 +212,41 @@ __device__ __forceinline__ void restore_tile(void* data, std::int64_t numel, con
 
   const ChunkOutput<Config, Whole> output{data, first, numel, lane, grad};
   const std::uint32_t header = stage[warp];
-  const std::uint32_t* body = stage + L::header_offset(header);
+  std::uint32_t* body = stage + L::header_offset(header);
   const MaskKind kind = L::header_kind(header);
-  std::uint32_t mask = 0, mask_words = 0;
+  LaneMask<kBytes> mask = LaneMask<kBytes>::filled_with(0);
+  std::uint32_t mask_words = 0;
   if (kind == MaskKind::flat) {
-    mask = body[lane];
-    mask_words = kFlatMaskWords;
+    mask = read_flat<kBytes>(body, lane);
+    mask_words = L::kFlatMaskWords;
   } else if (may_be_two_level(Config::kCodec) && kind == MaskKind::two_level) {
-    mask = read_two_level(body, lane, mask_words);
+    mask = read_two_level<kBytes>(body, lane, mask_words);
   } else if (kind == MaskKind::dense) {
-    mask = ~0u;
+    mask = LaneMask<kBytes>::filled_with(~0u);
   }
-  const std::uint32_t lane_kept = __popc(mask);
+  const std::uint32_t lane_kept = mask.kept();
   const std::uint32_t inclusive = warp_inclusive_sum(lane_kept);
-  const std::uint32_t* values = body + mask_words;
-  if constexpr (Config::kCodec != Codec::raw) {
-    const std::uint32_t kept = __shfl_sync(~0u, inclusive, kLanes - 1);
+  std::uint32_t* values = body + mask_words;
+  const std::uint32_t kept = __shfl_sync(~0u, inclusive, kLanes - 1);
+  const auto change = [](std::uint32_t word) {
+    if constexpr (Config::kRotates) word = unrotate_sign<kBytes>(word);
+    if constexpr (Config::kChangesEarly) word = activate<Config::kDType, Config::kEpilogue>(word);
+    return word;
+  };
+  if constexpr (Config::kCodec == Codec::raw) {
+    if constexpr (Config::kChangesEarly) {
+#pragma unroll 1
+      for (std::uint32_t i = lane; 4 * i < kept; i += kLanes) values[i] = change(values[i]);
+      __syncwarp();
+    }
+  } else {
     std::uint32_t* scratch = shared + Config::kStageWords + warp * Config::kScratchWords;
-    Codes<kBytes>::template unpack<Config::kRotates>(values, kept, L::header_width(header), L::header_reference(header),
-                                                     scratch, lane);
+    Codes<kBytes>::unpack(values, kept, L::header_width(header), L::header_reference(header), scratch, lane, change);
     __syncwarp();
     values = scratch;
   }
-  std::uint32_t p = shared_address(values) + (inclusive - lane_kept) * kBytes;
-  expand<Config>(p, mask, output);
+  if constexpr (kGradient) load_chunks<kBytes, Whole, false, kEarly, L::kChunksPerLane>(data, first, numel, lane, grad);
+  expand<Config>(values, inclusive - lane_kept, mask, moves, output);
 }
 
 // Out of line: rare, and not to cost the other tiles a register.

@@ -18,11 +18,9 @@ cudaError_t restore_as(void* data, std::int64_t numel, const BlobStore& store, c
 template <DType D, Codec C>
 cudaError_t restore_codec(void* out, std::int64_t numel, bool rotated, Epilogue epilogue, const BlobStore& store,
                           cudaStream_t stream) {
-  if constexpr (element_bytes(D) > 1) {
-    if (epilogue == Epilogue::relu_squared)
-      return restore_as<RestoreConfig<D, C, Keep::positive, Epilogue::relu_squared, Output::activation>>(out, numel,
-                                                                                                         store, stream);
-  }
+  if (epilogue == Epilogue::relu_squared)
+    return restore_as<RestoreConfig<D, C, Keep::positive, Epilogue::relu_squared, Output::activation>>(out, numel,
+                                                                                                       store, stream);
   if (rotated)
     return restore_as<RestoreConfig<D, C, Keep::nonzero, Epilogue::none, Output::value>>(out, numel, store, stream);
   return restore_as<RestoreConfig<D, C, Keep::positive, Epilogue::none, Output::value>>(out, numel, store, stream);

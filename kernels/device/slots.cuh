@@ -5,6 +5,8 @@
 
 #include "bitsparse/format.h"
 #include "device/block_io.cuh"
+#include "device/byte_moves.cuh"
+#include "device/codes.cuh"
 #include "device/mask.cuh"
 #include "device/ptx.cuh"
 #include "device/scalar.cuh"
@@ -28,6 +30,37 @@ namespace bitsparse::kernels {
                : constraint(element), "r"(mask), "r"(bit), "n"(kBytes)                         \
                : "memory")
 
+// Before gathering: zeroes the slots from `count` to the next multiple of what a lane codes at once, and not more than
+// two words. Bytes are gathered by words: theirs begin with the word of the last slot.
+template <int Bytes>
+__device__ __forceinline__ void pad_slots(std::uint32_t* slots, std::uint32_t count, int lane) {
+  if constexpr (Bytes == 1) {
+    if (lane < 2) slots[count / 4 + lane] = 0;
+  } else {
+    if (lane < static_cast<int>(Codes<Bytes>::kPerLane) - 1) reinterpret_cast<Slot<Bytes>*>(slots)[count + lane] = 0;
+  }
+}
+
+// The same for slots that are codes: to the end of their last word only.
+template <int Bytes>
+__device__ __forceinline__ void pad_word(std::uint32_t* slots, std::uint32_t count, int lane) {
+  if constexpr (Bytes == 1) {
+    if (lane == 0 && count % 4 != 0) slots[count / 4] = 0;
+  } else {
+    constexpr std::uint32_t kPerWord = 4 / Bytes;
+    if (lane < (-count & (kPerWord - 1))) reinterpret_cast<Slot<Bytes>*>(slots)[count + lane] = 0;
+  }
+}
+
+// Once the reference is known: padding whose codes are 0. Only for bytes, which are not compared with it one by one.
+template <int Bytes>
+__device__ __forceinline__ void pad_with_reference(std::uint32_t* slots, std::uint32_t count, std::uint32_t reference,
+                                                   int lane) {
+  if constexpr (Bytes == 1)
+    if (lane < (-count & (Codes<Bytes>::kPerLane - 1)))
+      reinterpret_cast<std::uint8_t*>(slots)[count + lane] = static_cast<std::uint8_t>(reference);
+}
+
 // Stores the kept elements of `x`, the lane's J-th word, from shared address `p` on.
 template <DType D, Keep K, int J>
 __device__ __forceinline__ void push_word(std::uint32_t& p, std::uint32_t x, std::uint32_t mask) {
@@ -43,7 +76,6 @@ __device__ __forceinline__ void push_word(std::uint32_t& p, std::uint32_t x, std
       const std::uint32_t bit = 1u << BlockLayout<kBytes>::mask_bit(J * (4 / kBytes) + k);
       if constexpr (kBytes == 4) BITSPARSE_PUSH("st.shared.b32", "r", element);
       if constexpr (kBytes == 2) BITSPARSE_PUSH("st.shared.b16", "h", static_cast<std::uint16_t>(element));
-      if constexpr (kBytes == 1) BITSPARSE_PUSH("st.shared.b8", "r", element);
     }
   }
 }
@@ -65,18 +97,33 @@ __device__ __forceinline__ void push_words(std::uint32_t& p, const uint4 (&eleme
 // The lane's kept elements from slot `rank` on.
 template <DType D, Keep K, int Chunks>
 __device__ __forceinline__ void gather_kept(std::uint32_t* slots, std::uint32_t rank, const uint4 (&elements)[Chunks],
-                                            std::uint32_t mask) {
-  std::uint32_t p = shared_address(slots) + rank * Scalar<D>::kBytes;
-  detail::push_words<D, K, 0>(p, elements, mask);
+                                            const LaneMask<Scalar<D>::kBytes>& mask,
+                                            const ByteMoves<Scalar<D>::kBytes>& moves) {
+  if constexpr (Scalar<D>::kBytes == 1) {
+    ByteWriter writer(slots, rank);
+#pragma unroll
+    for (int i = 0; i < Chunks; ++i) {
+      const std::uint32_t x[4] = {elements[i].x, elements[i].y, elements[i].z, elements[i].w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const ByteMove move = moves.of(mask.of(4 * i) >> (16 * (i % 2) + 4 * j));
+        writer.append(move(x[j]), move.bits());
+      }
+    }
+    __syncwarp();
+    writer.finish();
+  } else {
+    std::uint32_t p = shared_address(slots) + rank * Scalar<D>::kBytes;
+    detail::push_words<D, K, 0>(p, elements, mask.words[0]);
+  }
 }
 
-// All of the lane's elements, kept or not, with the sign rotated if `RotatedBytes` says how many bytes they have.
-template <int RotatedBytes, int Chunks>
-__device__ __forceinline__ void gather_all(std::uint32_t* slots, const uint4 (&elements)[Chunks], int lane) {
-  const auto pattern = [](std::uint32_t x) {
-    if constexpr (RotatedBytes != 0) x = rotate_sign<RotatedBytes>(x);
-    return x;
-  };
+// All of the lane's elements, those that are not kept as zero, their signs rotated if wanted. Only bytes may be there
+// that are neither kept nor zero.
+template <bool Rotate, int Bytes, int Chunks>
+__device__ __forceinline__ void gather_all(std::uint32_t* slots, const uint4 (&elements)[Chunks],
+                                           const LaneMask<Bytes>& mask, int lane) {
+  const auto pattern = [](std::uint32_t x) { return Rotate && Bytes > 1 ? rotate_sign<Bytes>(x) : x; };
   std::uint32_t* p = slots + lane * 4 * Chunks;
 #pragma unroll
   for (const uint4& chunk : elements) {
@@ -84,6 +131,16 @@ __device__ __forceinline__ void gather_all(std::uint32_t* slots, const uint4 (&e
     *p++ = pattern(chunk.y);
     *p++ = pattern(chunk.z);
     *p++ = pattern(chunk.w);
+  }
+  if constexpr (Bytes == 1) {  // rare: in a loop, for few registers
+    p -= 4 * Chunks;
+#pragma unroll
+    for (std::uint32_t word : mask.words)
+#pragma unroll 1
+      for (const std::uint32_t* end = p + 8; p < end; word >>= 4, ++p) {
+        const std::uint32_t kept = *p & kept_bytes(word);
+        *p = Rotate ? rotate_sign<Bytes>(kept) : kept;
+      }
   }
 }
 

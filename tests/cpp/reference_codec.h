@@ -19,18 +19,23 @@ using bitsparse::Keep;
 using Bytes = std::vector<std::uint8_t>;
 
 struct Rules {
-  int bits, exponent_bits, mantissa_bits, blocks_per_tile;
+  int bits, exponent_bits, mantissa_bits;
   int width_bits, reference_bits;  // header fields
   bool has_infinity;
+
+  int lane_elements() const { return bits == 8 ? 64 : 32; }
+  std::size_t block_elements() const { return 32 * static_cast<std::size_t>(lane_elements()); }
 };
+
+constexpr int kBlocksPerTile = 4;
 
 inline Rules rules_of(DType dtype) {
   switch (dtype) {
-    case DType::bfloat16: return {16, 8, 7, 4, 4, 13, true};
-    case DType::float16: return {16, 5, 10, 4, 4, 13, true};
-    case DType::float32: return {32, 8, 23, 4, 5, 12, true};
-    case DType::float8_e4m3fn: return {8, 4, 3, 8, 4, 13, false};
-    case DType::float8_e5m2: return {8, 5, 2, 8, 4, 13, true};
+    case DType::bfloat16: return {16, 8, 7, 4, 13, true};
+    case DType::float16: return {16, 5, 10, 4, 13, true};
+    case DType::float32: return {32, 8, 23, 5, 12, true};
+    case DType::float8_e4m3fn: return {8, 4, 3, 4, 13, false};
+    case DType::float8_e5m2: return {8, 5, 2, 4, 13, true};
   }
   throw std::logic_error("dtype");
 }
@@ -64,7 +69,7 @@ inline int bit_length(std::uint32_t x) {
   return n;
 }
 
-// Where the e-th element of a lane is in its block, and which bit of the lane's mask word stands for it.
+// Where the e-th element of a lane is in its block, and which bit of the lane's mask words stands for it.
 inline int position(int lane, int e, int bits) {
   const int per_chunk = 128 / bits;
   const int chunk = lane + 32 * (e / per_chunk);
@@ -101,13 +106,14 @@ struct Block {
 };
 
 inline Block encode_block(const std::vector<std::uint32_t>& elements, const Rules& r, Codec codec, Keep keep) {
-  const bool full = elements.size() == 1024;
+  const bool full = elements.size() == r.block_elements();
   const bool rotate = codec == Codec::tight && keep == Keep::nonzero;
   const int min_width = r.bits / 2;
   std::vector<std::uint32_t> kept, all;
-  std::vector<std::uint32_t> words(32, 0);
+  const int lane_words = r.lane_elements() / 32;
+  std::vector<std::uint32_t> words(32 * static_cast<std::size_t>(lane_words), 0);  // a lane's words side by side
   for (int lane = 0; lane < 32; ++lane) {
-    for (int e = 0; e < 32; ++e) {
+    for (int e = 0; e < r.lane_elements(); ++e) {
       const std::size_t i = static_cast<std::size_t>(position(lane, e, r.bits));
       if (i >= elements.size() || !is_kept(elements[i], r, keep)) {
         all.push_back(0);
@@ -116,7 +122,8 @@ inline Block encode_block(const std::vector<std::uint32_t>& elements, const Rule
       const std::uint32_t p = rotate ? rotate_left(elements[i], r.bits) : elements[i];
       kept.push_back(p);
       all.push_back(p);
-      words[static_cast<std::size_t>(lane)] |= 1u << mask_bit(e, r.bits);
+      const int bit = mask_bit(e, r.bits);
+      words[static_cast<std::size_t>(lane * lane_words + bit / 32)] |= 1u << bit % 32;
     }
   }
   Block block;
@@ -152,16 +159,18 @@ inline Block encode_block(const std::vector<std::uint32_t>& elements, const Rule
   }
   nibbles.align(32);
   BitWriter body;
-  block.kind = codec != Codec::raw && presence.bytes().size() + nibbles.bytes().size() < 128 ? 1 : 0;
+  block.kind = codec != Codec::raw && presence.bytes().size() + nibbles.bytes().size() < 4 * words.size() ? 1 : 0;
   if (block.kind == 1) {
     for (std::uint8_t byte : presence.bytes()) body.put(byte, 8);
     for (std::uint8_t byte : nibbles.bytes()) body.put(byte, 8);
   } else {
-    for (std::uint32_t word : words) body.put(word, 32);
+    for (int w = 0; w < lane_words; ++w) {
+      for (int lane = 0; lane < 32; ++lane) body.put(words[static_cast<std::size_t>(lane * lane_words + w)], 32);
+    }
   }
   for (std::uint32_t p : kept) body.put(p - reference, block.width);
   body.align(32);
-  if (full && body.bytes().size() >= static_cast<std::size_t>(128 * dense_width)) {
+  if (full && body.bytes().size() >= r.block_elements() * static_cast<std::size_t>(dense_width) / 8) {
     block.kind = 2;
     block.width = dense_width;
     block.stored_reference = 0;
@@ -184,15 +193,16 @@ inline Bytes pack(const Bytes& data, DType dtype, Codec codec, Keep keep, Kinds*
   const std::size_t n = data.size() / static_cast<std::size_t>(r.bits / 8);
   BitWriter table, payload;
   std::uint64_t tiles = 0, total = 0;
-  for (std::size_t begin = 0; begin < n; begin += 1024 * static_cast<std::size_t>(r.blocks_per_tile), ++tiles) {
+  for (std::size_t begin = 0; begin < n; begin += kBlocksPerTile * r.block_elements(), ++tiles) {
     BitWriter headers, bodies;
     int kept = 0;
-    for (int b = 0; b < r.blocks_per_tile; ++b) {
+    for (int b = 0; b < kBlocksPerTile; ++b) {
       std::vector<std::uint32_t> elements;
-      const std::size_t first = begin + 1024 * static_cast<std::size_t>(b);
-      for (std::size_t i = first; i < n && i < first + 1024; ++i) elements.push_back(element(data, r.bits, i));
+      const std::size_t first = begin + r.block_elements() * static_cast<std::size_t>(b);
+      for (std::size_t i = first; i < n && i < first + r.block_elements(); ++i)
+        elements.push_back(element(data, r.bits, i));
       const Block block = encode_block(elements, r, codec, keep);
-      headers.put(static_cast<std::uint32_t>(r.blocks_per_tile + bodies.bytes().size() / 4), 13);
+      headers.put(static_cast<std::uint32_t>(kBlocksPerTile + bodies.bytes().size() / 4), 13);
       headers.put(static_cast<std::uint32_t>(block.width - 1), r.width_bits);
       headers.put(static_cast<std::uint32_t>(block.kind), 2);
       headers.put(block.stored_reference, r.reference_bits);
@@ -223,13 +233,13 @@ inline Bytes pack(const Bytes& data, DType dtype, Codec codec, Keep keep, Kinds*
     out.put(static_cast<std::uint32_t>(x >> 32), 32);
   };
   for (char c : std::string("BSPT")) out.put(static_cast<std::uint8_t>(c), 8);
-  out.put(2, 16);
+  out.put(3, 16);
   out.put(static_cast<std::uint32_t>(dtype), 8);
   out.put(static_cast<std::uint32_t>(codec), 8);
   out.put(static_cast<std::uint32_t>(keep), 8);
   out.put(0, 8);
-  out.put(static_cast<std::uint32_t>(r.blocks_per_tile), 16);
-  out.put(1024, 32);
+  out.put(kBlocksPerTile, 16);
+  out.put(static_cast<std::uint32_t>(r.block_elements()), 32);
   for (std::uint64_t x : {static_cast<std::uint64_t>(n), tiles, static_cast<std::uint64_t>(payload.bytes().size()),
                           total, std::uint64_t{0}, std::uint64_t{0}}) {
     put64(x);
@@ -257,7 +267,7 @@ inline Bytes unpack(const Bytes& packed) {
   Bytes out(n * static_cast<std::size_t>(r.bits / 8), 0);
   for (std::size_t tile = 0; tile < tiles; ++tile) {
     const std::size_t blob = payload + 16 * bits_at((64 + 8 * tile) * 8, 36);
-    for (int b = 0; b < r.blocks_per_tile; ++b) {
+    for (int b = 0; b < kBlocksPerTile; ++b) {
       const std::size_t header = (blob + 4 * static_cast<std::size_t>(b)) * 8;
       std::size_t at = (blob + 4 * bits_at(header, 13)) * 8;
       const int width = static_cast<int>(bits_at(header + 13, r.width_bits)) + 1;
@@ -265,13 +275,16 @@ inline Bytes unpack(const Bytes& packed) {
       const int drop = r.bits > r.reference_bits ? r.bits - r.reference_bits : 0;
       const auto reference = static_cast<std::uint32_t>(
           bits_at(header + 15 + static_cast<std::size_t>(r.width_bits), r.reference_bits) << drop);
-      std::vector<std::uint32_t> words(32, kind == 2 ? 0xffffffffu : 0u);
+      const std::size_t lane_words = static_cast<std::size_t>(r.lane_elements()) / 32;
+      std::vector<std::uint32_t> words(32 * lane_words, kind == 2 ? 0xffffffffu : 0u);
       if (kind == 0) {
-        for (std::uint32_t& word : words) word = static_cast<std::uint32_t>(bits_at(at, 32)), at += 32;
+        for (std::size_t i = 0; i < words.size(); ++i, at += 32) {
+          words[i % 32 * lane_words + i / 32] = static_cast<std::uint32_t>(bits_at(at, 32));
+        }
       } else if (kind == 1) {
         const std::size_t presence = at;
-        std::size_t nibble = at + 256;
-        for (std::size_t i = 0; i < 256; ++i) {
+        std::size_t nibble = at + 8 * words.size();
+        for (std::size_t i = 0; i < 8 * words.size(); ++i) {
           if (!bits_at(presence + i, 1)) continue;
           words[i / 8] |= static_cast<std::uint32_t>(bits_at(nibble, 4)) << (4 * (i % 8));
           nibble += 4;
@@ -279,15 +292,17 @@ inline Bytes unpack(const Bytes& packed) {
         at = presence + (nibble - presence + 31) / 32 * 32;
       }
       for (int lane = 0; lane < 32; ++lane) {
-        for (int e = 0; e < 32; ++e) {
-          if (!(words[static_cast<std::size_t>(lane)] >> mask_bit(e, r.bits) & 1)) continue;
+        for (int e = 0; e < r.lane_elements(); ++e) {
+          const int mask = mask_bit(e, r.bits);
+          if (!(words[static_cast<std::size_t>(lane) * lane_words + static_cast<std::size_t>(mask / 32)] >> mask % 32 &
+                1))
+            continue;
           auto value = static_cast<std::uint32_t>(bits_at(at, width)) + reference;
           if (r.bits < 32) value &= (1u << r.bits) - 1;
           at += static_cast<std::size_t>(width);
           if (rotate) value = rotate_right(value, r.bits);
-          const std::size_t i =
-              (tile * static_cast<std::size_t>(r.blocks_per_tile) + static_cast<std::size_t>(b)) * 1024 +
-              static_cast<std::size_t>(position(lane, e, r.bits));
+          const std::size_t i = (tile * kBlocksPerTile + static_cast<std::size_t>(b)) * r.block_elements() +
+                                static_cast<std::size_t>(position(lane, e, r.bits));
           for (int k = 0; k < r.bits / 8; ++k) {
             const std::size_t to = i * static_cast<std::size_t>(r.bits / 8) + static_cast<std::size_t>(k);
             if (to < out.size()) out[to] = static_cast<std::uint8_t>(value >> (8 * k));

@@ -35,7 +35,7 @@
 namespace bitsparse {
 namespace {
 
-constexpr at::ScalarType kTypes[] = {at::kBFloat16, at::kHalf, at::kFloat};
+constexpr at::ScalarType kTypes[] = {at::kBFloat16, at::kHalf, at::kFloat, at::kFloat8_e4m3fn, at::kFloat8_e5m2};
 constexpr Codec kCodecs[] = {Codec::raw, Codec::signless, Codec::tight};
 constexpr Activation kActivations[] = {Activation::relu, Activation::relu_squared};
 
@@ -59,10 +59,15 @@ at::Tensor relu_of(const at::Tensor& h, Codec codec = Codec::tight) {
   cpu::unpack(packed, relu.data_ptr());
   return relu;
 }
+// 8-bit floats by way of float; nothing here is beyond their range.
+bool by_float(const at::Tensor& t) { return t.element_size() == 1; }
 at::Tensor activated(const at::Tensor& relu, Activation activation) {
-  return activation == Activation::relu ? relu : at::mul(relu, relu);
+  if (activation == Activation::relu) return relu;
+  if (by_float(relu)) return activated(relu.to(at::kFloat), activation).to(relu.scalar_type());
+  return at::mul(relu, relu);
 }
 at::Tensor gradient_of(const at::Tensor& relu, const at::Tensor& grad, Activation activation) {
+  if (by_float(relu)) return gradient_of(relu.to(at::kFloat), grad.to(at::kFloat), activation).to(relu.scalar_type());
   return at::threshold_backward(activation == Activation::relu ? grad : at::mul(grad, at::mul(relu, 2.0)), relu, 0);
 }
 
@@ -81,7 +86,11 @@ at::Tensor gradient_of(const at::Tensor& relu, const at::Tensor& grad, Activatio
   return ::testing::AssertionFailure() << wrong << " of " << a.numel() << " elements differ, first at " << first;
 }
 
-at::Tensor poisoned_like(const at::Tensor& t) { return at::empty_like(t).fill_(-7); }
+at::Tensor poisoned_like(const at::Tensor& t) {
+  at::Tensor poisoned = at::empty_like(t);
+  poisoned.view(at::kByte).fill_(0xa5);
+  return poisoned;
+}
 
 // Compress, restore and gradient on `device` against the CPU codec and PyTorch's CPU operators.
 void check_round_trip(Arena& arena, const at::Tensor& h, Codec codec, Activation activation) {
@@ -91,7 +100,7 @@ void check_round_trip(Arena& arena, const at::Tensor& h, Codec codec, Activation
   const at::Tensor there = h.to(arena.device()), out = poisoned_like(there);
   const at::Tensor handle = arena.compress(there, out, codec, activation);
   // PyTorch's relu lets -0.0 through on the CPU and not on the GPU; what is stored has +0.
-  const at::Tensor forward = activated(there.is_cuda() ? relu : at::relu(h), activation);
+  const at::Tensor forward = activated(there.is_cuda() || by_float(h) ? relu : at::relu(h), activation);
   EXPECT_TRUE(same_bits(out, forward)) << "activation";
   EXPECT_TRUE(same_bits(there, before)) << "input after compress";
   for (int i = 0; i < 2; ++i) {

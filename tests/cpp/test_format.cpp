@@ -11,7 +11,7 @@ namespace bitsparse {
 namespace {
 
 TEST(Format, StoredNumbersNeverChange) {
-  EXPECT_EQ(kFormatVersion, 2);
+  EXPECT_EQ(kFormatVersion, 3);
   EXPECT_EQ(static_cast<int>(DType::bfloat16), 0);
   EXPECT_EQ(static_cast<int>(DType::float16), 1);
   EXPECT_EQ(static_cast<int>(DType::float32), 2);
@@ -47,31 +47,37 @@ TEST(Format, PackedHeaderLayout) {
 }
 
 template <int Bytes>
-void check_layout(int width_bits, int reference_bits, int blocks) {
+void check_layout(int width_bits, int reference_bits, int lane_elements) {
   using L = BlockLayout<Bytes>;
   SCOPED_TRACE(Bytes);
   EXPECT_EQ(L::kOffsetBits, 13);
   EXPECT_EQ(L::kWidthBits, width_bits);
   EXPECT_EQ(L::kReferenceBits, reference_bits);
-  EXPECT_EQ(L::kBlocksPerTile, blocks);
+  EXPECT_EQ(L::kBlocksPerTile, 4);
+  EXPECT_EQ(L::kLaneElements, lane_elements);
+  EXPECT_EQ(L::kBlockElements, 32 * lane_elements);
+  EXPECT_EQ(L::kFlatMaskWords, lane_elements);
+  EXPECT_EQ(L::kPresenceWords, lane_elements / 4);
+  EXPECT_EQ(static_cast<int>(L::two_level_words(0)), lane_elements / 4);
+  EXPECT_EQ(static_cast<int>(L::two_level_words(9)), lane_elements / 4 + 2);
   EXPECT_EQ(L::kMinWidth, 4 * Bytes);
 
   std::set<int> positions;
   for (int lane = 0; lane < 32; ++lane) {
     std::set<int> bits;
-    for (int e = 0; e < 32; ++e) {
+    for (int e = 0; e < lane_elements; ++e) {
       EXPECT_EQ(L::element(lane, e), reference::position(lane, e, 8 * Bytes));
       EXPECT_EQ(L::mask_bit(e), reference::mask_bit(e, 8 * Bytes));
       positions.insert(L::element(lane, e));
       bits.insert(L::mask_bit(e));
     }
-    EXPECT_EQ(bits.size(), 32u);
+    EXPECT_EQ(static_cast<int>(bits.size()), lane_elements);
     EXPECT_EQ(*bits.begin(), 0);
-    EXPECT_EQ(*bits.rbegin(), 31);
+    EXPECT_EQ(*bits.rbegin(), lane_elements - 1);
   }
-  EXPECT_EQ(positions.size(), 1024u);
+  EXPECT_EQ(static_cast<int>(positions.size()), 32 * lane_elements);
   EXPECT_EQ(*positions.begin(), 0);
-  EXPECT_EQ(*positions.rbegin(), 1023);
+  EXPECT_EQ(*positions.rbegin(), 32 * lane_elements - 1);
 
   // Every field survives at its extremes, next to the others' extremes.
   const auto max_offset = static_cast<std::uint32_t>(L::kMaxTileWords);
@@ -95,9 +101,9 @@ void check_layout(int width_bits, int reference_bits, int blocks) {
 }
 
 TEST(Format, BlockLayouts) {
-  check_layout<1>(4, 13, 8);
-  check_layout<2>(4, 13, 4);
-  check_layout<4>(5, 12, 4);
+  check_layout<1>(4, 13, 64);
+  check_layout<2>(4, 13, 32);
+  check_layout<4>(5, 12, 32);
 }
 
 TEST(Format, TileTableEntry) {
@@ -131,7 +137,7 @@ TEST(Format, TileCountsNearBoundariesAndPast32Bits) {
 
 TEST(Format, NeverMoreThanOnePercentAboveDense) {
   for (DType dtype : {DType::bfloat16, DType::float16, DType::float32, DType::float8_e4m3fn, DType::float8_e5m2}) {
-    const std::int64_t elements = 1024 * blocks_per_tile(dtype);
+    const std::int64_t elements = std::int64_t{block_elements(dtype)} * blocks_per_tile(dtype);
     // What full tiles can take: the largest body of every block, the headers and the table entry.
     const std::int64_t full_tile = elements * element_bytes(dtype) + 4 * blocks_per_tile(dtype) + 8;
     EXPECT_LE(100 * full_tile, 101 * elements * element_bytes(dtype));

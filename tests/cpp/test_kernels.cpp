@@ -320,7 +320,7 @@ Bytes random_data(std::int64_t n, DType dtype, std::uint64_t seed) {
 }
 
 std::int64_t tile_bytes(DType dtype) {
-  return std::int64_t{blocks_per_tile(dtype)} * kBlockElements * element_bytes(dtype);
+  return std::int64_t{blocks_per_tile(dtype)} * block_elements(dtype) * element_bytes(dtype);
 }
 
 // Lost tiles are NaN, all others exact.
@@ -560,16 +560,14 @@ TEST_F(Kernels, ExhaustedPoolLosesTilesAndNothingElse) {
         EXPECT_EQ(pool.state().device_pages.available, 0u);
 
         check_restored(restore(store, n, dtype, Codec::tight, Keep::positive), restored, entries, dtype);
-        if (element_bytes(dtype) > 1) {
-          const Buffer grad(random_data(n, dtype, 14));
-          run(kernels::gradient(grad.get(), n, dtype, Codec::tight, Epilogue::relu, store, kStream));
-          Bytes should = random_data(n, dtype, 14);
-          const auto size = static_cast<std::size_t>(element_bytes(dtype));
-          const Bytes zero(size, 0);
-          for (std::size_t i = 0; i < should.size(); i += size)
-            if (std::memcmp(restored.data() + i, zero.data(), size) == 0) std::memset(should.data() + i, 0, size);
-          check_restored(grad.read(), should, entries, dtype);
-        }
+        const Buffer grad(random_data(n, dtype, 14));
+        run(kernels::gradient(grad.get(), n, dtype, Codec::tight, Epilogue::relu, store, kStream));
+        Bytes should = random_data(n, dtype, 14);
+        const auto size = static_cast<std::size_t>(element_bytes(dtype));
+        const Bytes zero(size, 0);
+        for (std::size_t i = 0; i < should.size(); i += size)
+          if (std::memcmp(restored.data() + i, zero.data(), size) == 0) std::memset(should.data() + i, 0, size);
+        check_restored(grad.read(), should, entries, dtype);
         run(kernels::release(store, kStream));
         EXPECT_EQ(lease.state().released, 1u);
         for (std::uint64_t entry : lease.pages.read_as<std::uint64_t>()) EXPECT_EQ(entry, kernels::kPageMissing);
@@ -609,7 +607,7 @@ TEST_F(Kernels, SpillPagesFollowDevicePages) {
 
 // The activation and the blobs are the same wherever input and output lie, and if they are one.
 TEST_F(Kernels, PointersOfAnyAlignmentAndInPlace) {
-  for (DType dtype : {DType::bfloat16, DType::float16, DType::float32}) {
+  for (DType dtype : kDTypes) {
     const auto size = static_cast<std::size_t>(element_bytes(dtype));
     for (std::int64_t n : {1, 4096, 20000}) {
       const Bytes data = random_data(n, dtype, 16), relu = reference::restored(data, dtype, Keep::positive);
@@ -649,6 +647,34 @@ TEST_F(Kernels, PointersOfAnyAlignmentAndInPlace) {
           }
         }
       }
+    }
+  }
+}
+
+// Around the number of kept elements from which on a block needs no mask, with the narrowest codes.
+TEST_F(Kernels, NearlyDenseBlocks) {
+  for (DType dtype : kDTypes) {
+    const int block = block_elements(dtype), least = block - block / (4 * element_bytes(dtype));
+    Bytes data;
+    for (int kept = least - 20; kept < least + 20; ++kept) {
+      for (int i = 0; i < block; ++i) {
+        data.push_back(i * 7 % block < kept ? static_cast<std::uint8_t>(1 + i % 15) : 0);
+        data.resize(data.size() + static_cast<std::size_t>(element_bytes(dtype)) - 1);
+      }
+    }
+    const std::int64_t n = static_cast<std::int64_t>(data.size()) / element_bytes(dtype);
+    for (Codec codec : kCodecs) {
+      SCOPED_TRACE(::testing::Message() << "dtype " << static_cast<int>(dtype) << " codec " << static_cast<int>(codec));
+      const Expected expected = expected_of(data, dtype, codec, Keep::positive);
+      const Buffer in(data);
+      const std::uint32_t shift = smallest_page_shift(dtype);
+      const Pool pool(shift, static_cast<std::uint32_t>(expected.pages(shift)));
+      const Lease lease(tile_count(dtype, n), 64);
+      const BlobStore store = lease.store(pool);
+      run(kernels::compress(in.get(), nullptr, n, dtype, codec, Keep::positive, Epilogue::none, store, kStream));
+      const auto entries = lease.entries(pool);
+      EXPECT_EQ(check_blobs(entries, pool.lease_space(lease.pages.read_as<std::uint64_t>()), expected), 0);
+      check_restored(restore(store, n, dtype, codec, Keep::positive), data, entries, dtype);
     }
   }
 }

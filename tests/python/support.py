@@ -15,7 +15,8 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 CODECS = ("raw", "signless", "tight")
 KEEPS = ("positive", "nonzero")
 TRAINED = (torch.bfloat16, torch.float16, torch.float32)  # what the blocks take
-STORED = (*TRAINED, torch.float8_e4m3fn, torch.float8_e5m2)  # what compress takes
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+STORED = (*TRAINED, *FLOAT8)  # what compress takes
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 

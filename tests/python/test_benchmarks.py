@@ -493,7 +493,7 @@ def test_errors_and_help(run_python):
     assert failed.returncode == 2 and "expected TOKENSxWIDTHxINNERxLAYERS, got '1x2x3'" in failed.stderr
     for arguments, message in {
         ("kernels", "--device", "cpu", "--only", "bf16,all"): "expected some of bf16,",
-        ("profile", "--device", "cpu", "--dtype", "e5m2"): "only --general",
+        ("profile", "--device", "cpu", "--dtype", "e5m3"): "invalid choice: 'e5m3'",
         ("models", "--device", "cpu", "--only", "gpt,bert"): "expected some of gpt,",
     }.items():
         command = [sys.executable, "-m", "benchmarks", *arguments]

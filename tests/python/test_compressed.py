@@ -162,8 +162,8 @@ def header_field(packed, offset, data):
     ("offset", "data", "message"),
     [
         (0, b"XXXX", r"expected the mark b'BSPT' at the start, got b'XXXX'"),
-        (4, b"\x03\x00", "expected format version 2, got 3; a newer bitsparse may read it"),
-        (4, b"\x01\x00", "expected format version 2, got 1$"),
+        (4, b"\x04\x00", "expected format version 3, got 4; a newer bitsparse may read it"),
+        (4, b"\x02\x00", "expected format version 3, got 2$"),
         (6, b"\x09", "expected dtype below 5, got 9"),
         (7, b"\x03", "expected codec below 3, got 3"),
         (8, b"\x02", "expected keep below 2, got 2"),
@@ -216,7 +216,7 @@ def test_header_fields_match_the_format():
     assert compressed._HEADER.size == 64
     t, packed = example(dtype=torch.float16)
     header = packed._header
-    assert (header.magic, header.version, header.dtype, header.block_elements) == (b"BSPT", 2, 1, 1024)
+    assert (header.magic, header.version, header.dtype, header.block_elements) == (b"BSPT", 3, 1, 1024)
     assert (header.numel, header.kept) == (t.numel(), int((t != 0).sum()))
     assert header.reserved_0 == header.reserved_1 == 0
 

@@ -1,10 +1,10 @@
 // The bitsparse format: every constant and index rule that encoders and decoders share.
 //
 // One header for the CPU backend (C++17) and the CUDA kernels; docs/format.md explains it in prose with a worked
-// example. A tensor is a flat run of elements cut into blocks of 1024 (geometry `linear`). A block is encoded on its
-// own: a mask that says which elements are kept, then the kept values as codes of one width. Consecutive blocks form a
-// tile, and a tile's blob (block headers, then block bodies) is contiguous and 16-byte aligned. A tile table says where
-// blobs are.
+// example. A tensor is a flat run of elements cut into blocks of 1024, or 2048 of one byte (geometry `linear`). A block
+// is encoded on its own: a mask that says which elements are kept, then the kept values as codes of one width.
+// Consecutive blocks form a tile, and a tile's blob (block headers, then block bodies) is contiguous and 16-byte
+// aligned. A tile table says where blobs are.
 #pragma once
 
 #include <cstdint>
@@ -37,27 +37,17 @@ enum class Keep : std::uint8_t {
 enum class Geometry : std::uint8_t { linear = 0 };
 
 enum class MaskKind : std::uint32_t {
-  flat = 0,       // 32 mask words
+  flat = 0,       // one bit an element
   two_level = 1,  // which mask nibbles are not zero, then those
-  dense = 2,      // no mask: all 1024 elements have a code
+  dense = 2,      // no mask: all elements have a code
   empty = 3,      // no mask, no codes
 };
 
-constexpr int kFormatVersion = 2;
-constexpr int kBlockElements = 1024;
-constexpr int kLanes = 32;         // a block is laid out for 32 lanes ...
-constexpr int kLaneElements = 32;  // ... of 32 elements, one mask word each
-constexpr int kChunkBytes = 16;    // a lane owns the 16-byte chunks lane, lane + 32, lane + 64, ... of its block
-constexpr int kUnitBytes = 16;     // blobs start at and are padded to multiples of this
-constexpr int kFlatMaskWords = 32;
-
-// `two_level`: one presence byte a lane, whose bit i stands for nibble i of the lane's mask word, then the nibbles that
-// are not zero, 8 to a word.
-constexpr std::uint32_t kPresenceWords = 8;
+constexpr int kFormatVersion = 3;
+constexpr int kLanes = 32;       // a block is laid out for 32 lanes
+constexpr int kChunkBytes = 16;  // a lane owns the 16-byte chunks lane, lane + 32, lane + 64, ... of its block
+constexpr int kUnitBytes = 16;   // blobs start at and are padded to multiples of this
 constexpr std::uint32_t kNibbleBits = 4;
-constexpr BITSPARSE_HD std::uint32_t two_level_words(std::uint32_t nibbles) {
-  return kPresenceWords + (nibbles + 7) / 8;
-}
 // `raw` masks are always flat: it is the codec that costs least to write and read.
 constexpr BITSPARSE_HD bool may_be_two_level(Codec codec) { return codec != Codec::raw; }
 
@@ -70,9 +60,11 @@ template <int Bytes>
 struct BlockLayout {
   static_assert(Bytes == 1 || Bytes == 2 || Bytes == 4, "elements have 1, 2 or 4 bytes");
   static constexpr int kBits = 8 * Bytes;
+  static constexpr int kLaneElements = Bytes == 1 ? 64 : 32;
+  static constexpr int kBlockElements = kLanes * kLaneElements;
   static constexpr int kChunkElements = kChunkBytes / Bytes;
   static constexpr int kChunksPerLane = kLaneElements / kChunkElements;
-  static constexpr int kBlocksPerTile = Bytes == 1 ? 8 : 4;
+  static constexpr int kBlocksPerTile = 4;
   static constexpr int kTileElements = kBlocksPerTile * kBlockElements;
   static constexpr int kMinWidth = kBits / 2;  // below this a 32-bit word could hold codes of three lanes of a warp
 
@@ -86,18 +78,29 @@ struct BlockLayout {
   static constexpr int kReferenceShift = kKindShift + kKindBits;
   static constexpr int kReferenceDrop = kBits > kReferenceBits ? kBits - kReferenceBits : 0;  // low bits not stored
 
+  // A mask has a bit for every element, and a lane one or two words of them. `flat`: word w of lane l is word w * 32 +
+  // l.
+  static constexpr int kLaneMaskWords = kLaneElements / 32;
+  static constexpr int kFlatMaskWords = kLanes * kLaneMaskWords;
+  // `two_level`: a presence bit for every nibble of a lane's mask words, by lanes, then the nibbles that are not zero,
+  // in the same order, 8 to a word.
+  static constexpr int kPresenceWords = kFlatMaskWords / static_cast<int>(kNibbleBits);
+  static constexpr BITSPARSE_HD std::uint32_t two_level_words(std::uint32_t nibbles) {
+    return kPresenceWords + (nibbles + 7) / 8;
+  }
+
   static constexpr int kBlockWords = kBlockElements * Bytes / 4;  // a block stored dense with all bits
   // A full block never exceeds kBlockWords (it would be stored dense); the last, partial one always has a mask.
   static constexpr int kMaxBodyWords = kFlatMaskWords + kBlockWords;
   static constexpr int kMaxTileWords = kBlocksPerTile * (1 + kBlockWords) + kFlatMaskWords;
   static constexpr int kMaxTileUnits = (kMaxTileWords + 3) / 4;
 
-  // Index in the block of the e-th element (0..31) of a lane.
+  // Index in the block of the e-th element of a lane.
   static constexpr BITSPARSE_HD int element(int lane, int e) {
     return (lane + kLanes * (e / kChunkElements)) * kChunkElements + e % kChunkElements;
   }
-  // Bit of the lane's mask word that stands for its e-th element. Two-byte elements come in pairs, low halves in the
-  // low half of the word: one logic instruction per pair on a GPU.
+  // Bit of the lane's mask, from bit 0 of its first word on, that stands for its e-th element. Two-byte elements come
+  // in pairs, low halves in the low half of the word: one logic instruction per pair on a GPU.
   static constexpr BITSPARSE_HD int mask_bit(int e) { return Bytes == 2 ? (e >> 1) | ((e & 1) << 4) : e; }
 
   static constexpr BITSPARSE_HD std::uint32_t make_header(std::uint32_t offset_words, std::uint32_t width,
@@ -170,8 +173,13 @@ constexpr BITSPARSE_HD int blocks_per_tile(DType dtype) {
          : element_bytes(dtype) == 2 ? BlockLayout<2>::kBlocksPerTile
                                      : BlockLayout<1>::kBlocksPerTile;
 }
+constexpr BITSPARSE_HD int block_elements(DType dtype) {
+  return element_bytes(dtype) == 4   ? BlockLayout<4>::kBlockElements
+         : element_bytes(dtype) == 2 ? BlockLayout<2>::kBlockElements
+                                     : BlockLayout<1>::kBlockElements;
+}
 constexpr BITSPARSE_HD std::int64_t tile_count(DType dtype, std::int64_t numel) {
-  const std::int64_t elements = static_cast<std::int64_t>(blocks_per_tile(dtype)) * kBlockElements;
+  const std::int64_t elements = static_cast<std::int64_t>(blocks_per_tile(dtype)) * block_elements(dtype);
   return numel / elements + (numel % elements != 0);
 }
 // Most units that one tile's blob can have.
