@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <exception>
 #include <thread>
 
 #include "cuda/check.h"
@@ -107,19 +108,21 @@ void CudaArena::ensure_capacity(const Sizing::Request& request, CUDAStream strea
 
 // As far as PyTorch has memory. Worst cases seldom come, and a full arena is noticed: what there is may do.
 void CudaArena::grow(std::int64_t pages, CUDAStream stream) {
-  for (std::int64_t slabs = (pages + kGrowthPages - 1) / kGrowthPages;; slabs /= 2) {
+  std::exception_ptr refusal;
+  bool grown = false;
+  for (std::int64_t slabs = (pages + kGrowthPages - 1) / kGrowthPages; slabs > 0 && !grown; slabs /= 2) {
     try {
       set_up(stream, [&](CUDAStream on) { pages_.grow(slabs * kGrowthPages, on); });
+      grown = true;
       ++growths_;
-      return;
     } catch (const c10::OutOfMemoryError&) {
-      if (slabs > 1) continue;
-      set_up(stream, [&](CUDAStream on) { pages_.add_spill_region(on); });
-      if (pages_.capacity_pages() == 0 && pages_.spill_pages() == 0) throw;
-      ask_again_at_ = leases_total_ + kLeasesBeforeAskingAgain;
-      return;
+      refusal = std::current_exception();
     }
   }
+  if (!refusal) return;
+  set_up(stream, [&](CUDAStream on) { pages_.add_spill_region(on); });
+  if (pages_.capacity_pages() == 0 && pages_.spill_pages() == 0) std::rethrow_exception(refusal);
+  ask_again_at_ = leases_total_ + kLeasesBeforeAskingAgain;
 }
 
 // Sizes may be relied on to be what they were the last time where nothing is lost if they are not.

@@ -114,7 +114,9 @@ w = torch.randn(24, 132, device=device, requires_grad=True)
 kept = bitsparse.relu_squared_linear(torch.randn(70, 132, device=device), w)  # a lease that both processes have
 before = step("cpu")
 child = os.fork()
-right = torch.equal(step("cpu"), before)
+right = True
+if child or device == "cpu":  # PyTorch has no backward in a process forked from one in which CUDA was used
+    right = torch.equal(step("cpu"), before)
 if child == 0:
     if device == "cpu":
         del kept
