@@ -146,6 +146,14 @@ class Trainer:
         self.update()
         return loss.detach()
 
+    def gradients(self, method: Method, batch: Batch) -> Tensor:
+        """Checksums, in the order of the parameters; none is updated."""
+        self.forward(method, batch).backward()
+        found = checksums([p.grad for p in self.model.parameters() if p.grad is not None])
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        return found
+
     def run(self, method: Method, batches: Sequence[Batch], steps: int) -> Tensor:
         return torch.stack([self.step(method, batches[index % len(batches)]) for index in range(steps)])
 
@@ -172,11 +180,15 @@ class Trainer:
         assert self._snapshot is not None
         self._snapshot.restore()
 
-    def checksums(self) -> Tensor:
-        """Of each weight's bits."""
-        views = {4: torch.int32, 2: torch.int16}
-        bits = (p.detach().view(views[p.element_size()]) for p in self.model.parameters())
-        return torch.stack([b.sum(dtype=torch.int64) for b in bits])
+    def weights(self) -> Tensor:
+        """Checksums."""
+        return checksums([p.detach() for p in self.model.parameters()])
+
+
+def checksums(tensors: Sequence[Tensor]) -> Tensor:
+    """One of each tensor's bits."""
+    views = {4: torch.int32, 2: torch.int16}
+    return torch.stack([t.view(views[t.element_size()]).sum(dtype=torch.int64) for t in tensors])
 
 
 @contextmanager
@@ -280,11 +292,11 @@ class ModelBench:
     # Losses --------------------------------------------------------------------------------------------------------
 
     def check_losses(self, tokens: int) -> None:
-        """Some steps of each method from the same state. Eager ones with deterministic algorithms: losses and weights
-        after them equal dense's in every bit. Compiled ones round differently: how much, and how much two runs of the
-        same compiled code differ."""
+        """Some steps of each method from the same state. Eager ones with deterministic algorithms: the gradients of the
+        first step, all losses, and weights after them equal dense's in every bit, and so do those of a second run of
+        dense. Compiled ones round differently: how much, and how much two runs of the same compiled code differ."""
         batches = self.trainer.batches(tokens)
-        found: dict[str, tuple[Tensor, Tensor]] = {}
+        found: dict[str, tuple[Tensor, ...]] = {}
 
         def run(name: str, method: Method) -> None:
             self.clock.check()
@@ -292,20 +304,28 @@ class ModelBench:
             self.fresh_arena(method)
             self.trainer.restore()
             with nullcontext() if method.compiled else deterministic():
+                gradients = () if method.compiled else (self.trainer.gradients(method, batches[0]).cpu(),)
                 losses = self.trainer.run(method, batches, CHECKED_STEPS)
-            found[name] = losses.cpu(), self.trainer.checksums().cpu()
+            found[name] = losses.cpu(), self.trainer.weights().cpu(), *gradients
             method.arena = None
+
+        def compare(name: str) -> None:
+            equal = all(map(torch.equal, found[name], found["dense"]))
+            self.add(f"{name}/exact", int(equal), "1 = gradients, losses and weights to the last bit", 1)
+            if not equal:
+                self._say_what_differs(name, found[name], found["dense"])
 
         for method in list(self._methods):
             done = self.try_method(method, partial(run, method.name, method))
             if done and method.name == "dense-compiled":
                 self.try_method(method, partial(run, "again", method))
             if done and not method.compiled and method.name != "dense":
-                equal = all(map(torch.equal, found[method.name], found["dense"]))
-                unit = "1 = losses and weights to the last bit, steps from the same state"
-                self.add(f"{method.name}/exact", int(equal), unit, 1)
+                compare(method.name)
+            if done and method.uses_arena and not method.compiled:
+                self.try_method(self._methods[0], partial(run, "dense-again", self._methods[0]))
+                compare("dense-again")
             self.save()
-        losses = {name: values for name, (values, _) in found.items()}
+        losses = {name: values for name, (values, *_) in found.items()}
         for name in ("dense", "bitsparse"):
             if name in losses:
                 self.add(f"{name}/loss", losses[name][-1].item(), f"nats a token, {CHECKED_STEPS}th step")
@@ -313,6 +333,15 @@ class ModelBench:
             self._compare_compiled(losses)
         self.trainer.restore()
         self.save()
+
+    def _say_what_differs(self, name: str, got: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+        losses, _, gradients = (a != b for a, b in zip(got, expected, strict=True))
+        steps = [str(step) for step in losses.nonzero().flatten().tolist()]
+        names = [parameter for parameter, _ in self.trainer.model.named_parameters()]
+        wrong = [names[index] for index in gradients.nonzero().flatten().tolist()]
+        self.say(
+            f"{name}: other losses in steps {', '.join(steps) or '-'}; gradients of the first that differ: {wrong}"
+        )
 
     def _compare_compiled(self, losses: dict[str, Tensor]) -> None:
         def difference(name: str, of: str) -> float:

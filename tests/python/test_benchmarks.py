@@ -343,7 +343,9 @@ def test_models(run_python, tmp_path, device):
     arguments = ["--quick", "--device", device, "--only", "gpt", "--tokens", "128", "256", "--no-caps", "--no-compile"]
     result = run_benchmark(run_python, tmp_path, "models", *arguments, "--steps", "2")
     values = result.values()
-    assert values["gpt/bitsparse/exact"] == values["gpt/checkpoint-layers/exact"] == 1
+    assert (
+        values["gpt/bitsparse/exact"] == values["gpt/checkpoint-layers/exact"] == values["gpt/dense-again/exact"] == 1
+    )
     assert values["gpt/bitsparse/loss"] == values["gpt/dense/loss"] > 0
     assert values["gpt/tokens=256/bitsparse/tokens_per_s"] > 0
     assert ("gpt/bitsparse/per_token_bytes" in values) == (device == "cuda")

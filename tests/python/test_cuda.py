@@ -337,6 +337,42 @@ def test_more_elements_than_32_bits_can_count(log2, dtype):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("bias", [False, True], ids=["no_bias", "bias"])
+def test_steps_of_a_large_stack(bias):
+    """Layers of Nemotron-H-8B's size, one step after another in one arena: the first, with a new shape, and steady ones."""
+    width, d_ff, generator = 4096, 21504, torch.Generator("cuda").manual_seed(1)
+
+    def normal(*shape, scale=1.0):
+        return (torch.randn(shape, generator=generator, device="cuda") * scale).to(torch.bfloat16)
+
+    layers = []
+    for shift in (0.77, 1.17, 0.92, 0.39):  # densities 0.22, 0.12, 0.18, 0.35
+        w1, w2 = normal(d_ff, width, scale=width**-0.5), normal(width, d_ff, scale=d_ff**-0.5)
+        b1 = normal(d_ff, scale=0.1) - shift if bias else None
+        layers.append([w1, b1, w2, normal(width) if bias else None])
+    leaves = [t.requires_grad_() for layer in layers for t in layer if t is not None]
+
+    def step(block, seed):
+        generator.manual_seed(seed)
+        x, grad = normal(4, 2048, width), normal(4, 2048, width)
+        y = x.requires_grad_()
+        for layer in layers:
+            y = y + block(torch.nn.functional.rms_norm(y, (width,)), *layer)
+        y.backward(grad)
+        found = {"y": y.detach(), "x": x.grad} | {f"leaf {i}": t.grad for i, t in enumerate(leaves)}
+        for t in leaves:
+            t.grad = None
+        return found
+
+    with bitsparse.Arena("cuda") as arena:
+        for seed in range(5):
+            expected = step(dense_ffn, seed)
+            for name, got in step(bitsparse.relu_squared_ffn, seed).items():
+                assert torch.equal(bits(got), bits(expected[name])), f"step {seed}: {name}"
+    assert arena.memory_stats()["failures"] == 0
+
+
+@pytest.mark.slow
 def test_training_with_more_than_two_to_the_31_elements():
     tokens, d_ff = (1 << 20) + 3, 2056
     h = torch.randn(tokens, d_ff, device="cuda", dtype=torch.bfloat16)

@@ -88,6 +88,7 @@ def train(arena: bitsparse.Arena, layers: list[Layer], look: bool = True) -> Ste
         arena.memory_stats(synchronize=True)
     except torch.OutOfMemoryError as caught:
         error = str(caught)
+    gc.collect()  # an error holds frames, and their leases
     inexact = 0
     for number, (each, (h, w2)) in enumerate(zip(layers, leaves, strict=True)):
         y = outputs[number].detach() if number < len(outputs) else None
