@@ -28,10 +28,7 @@ std::int64_t Sizing::sum_kept(const Request& request, PagesOf pages_of) const {
   return pages;
 }
 
-const Sizing::Entry* Sizing::taken_over_by(const Request& request) const {
-  const auto found = leases_.find(request.takes_over);
-  return found == leases_.end() ? nullptr : &found->second;
-}
+const Sizing::Entry* Sizing::taken_over_by(const Request& request) const { return leases_.find(request.takes_over); }
 
 // A lease holds what it takes over until it knows how much it needs.
 std::int64_t Sizing::worst_of(const Request& request) const {
@@ -87,14 +84,14 @@ Sizing::LeaseId Sizing::start(const Request& request) {
   entry.worst = worst_of(request);
   entry.expected = expected_of(request);
   entry.pinned = request.captured;
-  if (const auto before = leases_.find(request.takes_over); before != leases_.end()) {
-    taken_over_.emplace(before->first, TakenOver{before->second.kind, before->second.position});
-    count(before->second, -1);
-    leases_.erase(before);
+  if (const Entry* before = taken_over_by(request)) {
+    taken_over_.add(request.takes_over, {before->kind, before->position});
+    count(*before, -1);
+    leases_.erase(request.takes_over);
   }
-  if (seen_.emplace(request.kind, Seen{}).second) new_kinds_.push_back(request.kind);
+  if (seen_.try_emplace(request.kind).second) new_kinds_.push_back(request.kind);
   const LeaseId id = next_++;
-  leases_.emplace(id, entry);
+  leases_.add(id, entry);
   ++live_;
   step_most_live_ = std::max(step_most_live_, live_);
   return id;
@@ -123,11 +120,11 @@ void Sizing::learn(Kind kind, std::size_t position, std::int64_t pages) {
 }
 
 void Sizing::finish(LeaseId id, std::int64_t pages) {
-  if (const auto found = leases_.find(id); found != leases_.end()) {
-    update(found->second, [&](Entry& e) { e.pages = pages; });
-    learn(found->second.kind, found->second.position, pages);
-  } else if (const auto late = taken_over_.find(id); late != taken_over_.end()) {
-    learn(late->second.kind, late->second.position, pages);
+  if (Entry* entry = leases_.find(id)) {
+    update(*entry, [&](Entry& e) { e.pages = pages; });
+    learn(entry->kind, entry->position, pages);
+  } else if (const TakenOver* late = taken_over_.find(id)) {
+    learn(late->kind, late->position, pages);
   }
 }
 
@@ -148,15 +145,12 @@ void Sizing::flushing(LeaseId id) { leases_.at(id).flushing = true; }
 
 void Sizing::end(LeaseId id) {
   taken_over_.erase(id);
-  const auto found = leases_.find(id);
-  if (found == leases_.end()) return;
-  count(found->second, -1);
-  leases_.erase(found);
+  if (const Entry* entry = leases_.find(id)) count(*entry, -1);
+  leases_.erase(id);
 }
 
 void Sizing::unpin(LeaseId id) {
-  const auto found = leases_.find(id);
-  if (found != leases_.end()) update(found->second, [](Entry& e) { e.pinned = false; });
+  if (Entry* entry = leases_.find(id)) update(*entry, [](Entry& e) { e.pinned = false; });
 }
 
 bool Sizing::take_trim_due() {

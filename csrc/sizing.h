@@ -13,6 +13,8 @@
 #include <unordered_map>
 #include <vector>
 
+#include "by_id.h"
+
 namespace bitsparse {
 
 class Sizing {
@@ -119,8 +121,8 @@ class Sizing {
 
   double headroom_;
   LeaseId next_ = 1;
-  std::unordered_map<LeaseId, Entry> leases_;
-  std::unordered_map<LeaseId, TakenOver> taken_over_;
+  ById<Entry> leases_;
+  ById<TakenOver> taken_over_;
   std::unordered_map<Kind, Seen> seen_;
   std::vector<Kind> new_kinds_;  // first seen in this step
   std::int64_t live_ = 0;        // leases with an owner
