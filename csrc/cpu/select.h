@@ -7,6 +7,8 @@
 
 #if defined(BITSPARSE_AVX512)
 #include "cpu/select_avx512.h"
+#elif defined(BITSPARSE_AVX2)
+#include "cpu/select_avx2.h"
 #else
 #include "cpu/select_portable.h"
 #endif

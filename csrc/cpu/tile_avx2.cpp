@@ -9,6 +9,7 @@
 #pragma GCC target("avx2,bmi,bmi2,popcnt")
 #define BITSPARSE_ISA isa_avx2
 #define BITSPARSE_BMI2
+#define BITSPARSE_AVX2
 #include "cpu/tile_codecs_definition.h"
 
 BITSPARSE_DEFINE_TILE_CODECS(avx2_tile_codecs)
