@@ -15,6 +15,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import bitsparse
 from benchmarks import timing
@@ -193,12 +194,13 @@ def checksums(tensors: Sequence[Tensor]) -> Tensor:
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Attention's backward on CUDA repeats bit for bit only when asked to."""
+    """With every operator's deterministic algorithm, and attention by matrix products: with `warn_only`, without which
+    cumsum raises, backward of the fused kernels adds up dQ in any order all the same (on an H200 PyTorch takes cuDNN's)."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     filled = torch.utils.deterministic.fill_uninitialized_memory
     torch.utils.deterministic.fill_uninitialized_memory = False
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH):
             warnings.simplefilter("ignore")
             yield
     finally:

@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from text_data import VOCABULARY, Batches, load_text
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import bitsparse
 
@@ -171,9 +172,10 @@ def train(options: argparse.Namespace, batches: Batches, console: Console) -> Re
 def main() -> int:
     options = parse_arguments()
     console = Console()
-    # Attention's backward on CUDA repeats bit for bit only when asked to.
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False
+    # On CUDA that leaves the backward of fused attention kernels free to add up in any order: matrix products don't.
+    attention = sdpa_kernel(SDPBackend.MATH) if options.device.type == "cuda" else nullcontext()
     size = SIZES[options.size]
     batch = options.batch or size.batch
     text, source = load_text(options.data, least=40 * (size.length + 1))
@@ -182,7 +184,8 @@ def main() -> int:
         f"model: {size.layers} layers of width {size.width}, {batch} x {size.length} tokens a step, "
         f"{options.steps} steps, {options.dtype} on {options.device}, codec {options.codec}"
     )
-    result = train(options, Batches(text, batch, size.length, options.seed, options.device), console)
+    with attention:
+        result = train(options, Batches(text, batch, size.length, options.seed, options.device), console)
     print_tables(console, result)
     options.out.mkdir(parents=True, exist_ok=True)
     picture, numbers = options.out / "train_gpt.png", options.out / "train_gpt.json"
