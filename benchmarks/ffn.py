@@ -222,14 +222,15 @@ class Bench:
             yield Method("offload", stack(dense_ffn), offload=True)
         if self.compiled:
             yield Method("dense-compiled", self.compile(shape, "dense", dense_ffn), exact=False)
-            for codec in self.codecs[-1:]:
+            for codec in self.codecs:
                 forward = self.compile(shape, codec, bitsparse_ffn(codec))
                 arena = bitsparse.Arena(self.device)
                 yield Method(f"bitsparse-{codec}-compiled", forward, exact=False, arena=arena)
 
     def compile(self, shape: Shape, name: str, ffn: FFNFunction) -> Forward:
+        if all(known != shape for known, _ in self.compilers):
+            torch._dynamo.reset()  # it compiles few variants of a function, and forgets all others' here
         if (shape, name) not in self.compilers:
-            torch._dynamo.reset()
             self.compilers[shape, name] = torch.compile(stack(ffn), fullgraph=True, dynamic=False)
         return self.compilers[shape, name]
 
