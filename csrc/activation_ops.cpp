@@ -38,7 +38,8 @@ std::tuple<at::Tensor, at::Tensor> compress_copy(const at::Tensor& h, std::strin
                                                  std::string_view codec) {
   const at::Tensor dense = h.contiguous();
   // Strides of dimensions of size 1, too, are those of what relu returns.
-  const at::Tensor out = dense.is_same(h) ? at::empty_like(dense, dense.options(), at::MemoryFormat::Contiguous) : dense;
+  const at::Tensor out =
+      dense.is_same(h) ? at::empty_like(dense, dense.options(), at::MemoryFormat::Contiguous) : dense;
   at::Tensor lease = compress_to(dense, out, activation, codec);
   return {out, lease};
 }

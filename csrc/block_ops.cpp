@@ -56,7 +56,8 @@ Gradients linear_backward(at::Tensor grad, const at::Tensor& lease, const at::Te
   wide.back() = d_ff;
   c10::SymInt tokens = 1;
   for (std::size_t i = 0; i + 1 < wide.size(); ++i) tokens = tokens * wide[i];
-  if (grad.dim() != 2) grad = grad.reshape_symint({tokens, w2.sym_size(0)});  // a matrix stays as it is, as in eager mode
+  if (grad.dim() != 2)
+    grad = grad.reshape_symint({tokens, w2.sym_size(0)});  // a matrix stays as it is, as in eager mode
 
   Gradients g;
   if (need_b2) g.b2 = grad.sum(0);
