@@ -151,8 +151,7 @@ class Trainer:
         """Checksums, in the order of the parameters; none is updated."""
         self.forward(method, batch).backward()
         found = checksums([p.grad for p in self.model.parameters() if p.grad is not None])
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=True)
+        self.model.zero_grad()
         return found
 
     def run(self, method: Method, batches: Sequence[Batch], steps: int) -> Tensor:

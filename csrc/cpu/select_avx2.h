@@ -112,16 +112,6 @@ struct Keeper {
 };
 
 template <int Bytes>
-inline void store_part(std::uint32_t* masks, int pair, typename Pair<Bytes>::Mask part) {
-  store(reinterpret_cast<std::uint8_t*>(masks) + sizeof part * static_cast<std::size_t>(pair), part);
-}
-template <int Bytes>
-inline std::uint32_t load_part(const std::uint32_t* masks, int pair) {
-  using Mask = typename Pair<Bytes>::Mask;
-  return load<Mask>(reinterpret_cast<const std::uint8_t*>(masks) + sizeof(Mask) * static_cast<std::size_t>(pair));
-}
-
-template <int Bytes>
 inline Range scan(const std::uint8_t* block, std::uint32_t threshold, bool rotate, std::uint32_t* masks) {
   using P = Pair<Bytes>;
   const Keeper<Bytes> keep(threshold);
@@ -129,7 +119,7 @@ inline Range scan(const std::uint8_t* block, std::uint32_t threshold, bool rotat
   for (int i = 0; i < kPairs<Bytes>; ++i) {
     P v = load_pair<Bytes>(block, i);
     const P kept = keep(v);
-    store_part<Bytes>(masks, i, kept.bits());
+    store_part(masks, i, kept.bits());
     if (rotate) v = v.rotated();
     low = low.min({_mm256_or_si256(v.v, _mm256_andnot_si256(kept.v, P::all(~0u).v))});
     high = high.max({_mm256_and_si256(v.v, kept.v)});
@@ -138,11 +128,7 @@ inline Range scan(const std::uint8_t* block, std::uint32_t threshold, bool rotat
   Uint<Bytes> lows[kElements], highs[kElements];
   store(lows, low.v);
   store(highs, high.v);
-  for (int i = 1; i < kElements; ++i) {
-    lows[0] = lows[i] < lows[0] ? lows[i] : lows[0];
-    highs[0] = highs[i] > highs[0] ? highs[i] : highs[0];
-  }
-  return {lows[0], highs[0]};
+  return range_of<Bytes>(lows, highs, kElements);
 }
 
 // Whole vectors are stored, of which the first elements count.
@@ -170,8 +156,9 @@ inline int select(const std::uint8_t* block, std::uint32_t threshold, std::uint3
   int n = 0;
   for (int i = 0; i < kPairs<Bytes>; ++i) {
     const Pair<Bytes> v = load_pair<Bytes>(block, i);
-    const std::uint32_t mask = keep(v).bits();
-    store_part<Bytes>(masks, i, static_cast<typename Pair<Bytes>::Mask>(mask));
+    const auto part = keep(v).bits();
+    store_part(masks, i, part);
+    const std::uint32_t mask = part;
     n += compress_chunk<Bytes>(_mm256_castsi256_si128(v.v), mask & ((1u << kHalf) - 1), kept + n);
     n += compress_chunk<Bytes>(_mm256_extracti128_si256(v.v, 1), mask >> kHalf, kept + n);
   }
@@ -201,7 +188,7 @@ template <int Bytes>
 inline void expand(const Uint<Bytes>* values, const std::uint32_t* masks, std::uint8_t* block) {
   constexpr int kHalf = 16 / Bytes;
   for (int i = 0; i < kPairs<Bytes>; ++i) {
-    const std::uint32_t mask = load_part<Bytes>(masks, i);
+    const std::uint32_t mask = load_part<typename Pair<Bytes>::Mask>(masks, i);
     std::uint8_t* const to = block + pair_place<Bytes>(i);
     store(to, expand_chunk<Bytes>(values, mask & ((1u << kHalf) - 1)));
     store(to + kLanes * kChunkBytes, expand_chunk<Bytes>(values, mask >> kHalf));

@@ -28,16 +28,6 @@ inline void store_chunks(std::uint8_t* block, int first, __m512i v) {
   store_chunk(block, first + 3 * kLanes, _mm512_extracti32x4_epi32(v, 3));
 }
 
-// A vector's part of a mask, whose bits are those of memory.
-template <class Mask>
-inline void store_part(std::uint32_t* masks, int vector, Mask mask) {
-  store(reinterpret_cast<std::uint8_t*>(masks) + sizeof mask * static_cast<std::size_t>(vector), mask);
-}
-template <class Mask>
-inline Mask load_part(const std::uint32_t* masks, int vector) {
-  return load<Mask>(reinterpret_cast<const std::uint8_t*>(masks) + sizeof(Mask) * static_cast<std::size_t>(vector));
-}
-
 // Four chunks of a lane in one register: all of a lane, with four-byte elements half of one.
 template <int Bytes>
 struct Vector;
@@ -117,11 +107,7 @@ inline Range scan(const std::uint8_t* block, std::uint32_t threshold, bool rotat
   Uint<Bytes> lows[kElements], highs[kElements];
   _mm512_storeu_si512(lows, low.v);
   _mm512_storeu_si512(highs, high.v);
-  for (int i = 1; i < kElements; ++i) {
-    lows[0] = lows[i] < lows[0] ? lows[i] : lows[0];
-    highs[0] = highs[i] > highs[0] ? highs[i] : highs[0];
-  }
-  return {lows[0], highs[0]};
+  return range_of<Bytes>(lows, highs, kElements);
 }
 
 // Whole vectors are stored, of which the first elements count: faster than a masked compress to memory.

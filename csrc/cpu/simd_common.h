@@ -143,6 +143,27 @@ struct Range {
   std::uint32_t low, high;
 };
 
+// That of vectors which hold the smallest and largest patterns of their places.
+template <int Bytes>
+inline Range range_of(const Uint<Bytes>* lows, const Uint<Bytes>* highs, int elements) {
+  Range range{lows[0], highs[0]};
+  for (int i = 1; i < elements; ++i) {
+    range.low = lows[i] < range.low ? lows[i] : range.low;
+    range.high = highs[i] > range.high ? highs[i] : range.high;
+  }
+  return range;
+}
+
+// A vector's part of a mask, whose bits are those of memory.
+template <class Mask>
+inline void store_part(std::uint32_t* masks, int vector, Mask mask) {
+  store(reinterpret_cast<std::uint8_t*>(masks) + sizeof mask * static_cast<std::size_t>(vector), mask);
+}
+template <class Mask>
+inline Mask load_part(const std::uint32_t* masks, int vector) {
+  return load<Mask>(reinterpret_cast<const std::uint8_t*>(masks) + sizeof(Mask) * static_cast<std::size_t>(vector));
+}
+
 // Sign bit to bit 0, and back.
 template <int Bytes>
 inline void rotate_left(Uint<Bytes>* values, int count) {

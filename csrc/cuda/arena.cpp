@@ -12,6 +12,7 @@
 #include "cuda/alignment.h"
 #include "cuda/check.h"
 #include "cuda/cuda_arena.h"
+#include "cuda/epilogue.h"
 #include "cuda/nvtx.h"
 #include "dtype.h"
 #include "launch.h"
@@ -21,10 +22,6 @@ namespace bitsparse::cuda {
 using c10::cuda::CUDAStream;
 
 namespace {
-
-kernels::Epilogue epilogue_of(Activation activation) {
-  return activation == Activation::relu ? kernels::Epilogue::relu : kernels::Epilogue::relu_squared;
-}
 
 class CudaLease final : public Lease {
  public:

@@ -109,12 +109,11 @@ void CudaArena::ensure_capacity(const Sizing::Request& request, CUDAStream strea
 // As far as PyTorch has memory. Worst cases seldom come, and a full arena is noticed: what there is may do.
 void CudaArena::grow(std::int64_t pages, CUDAStream stream) {
   std::exception_ptr refusal;
-  bool grown = false;
-  for (std::int64_t slabs = (pages + kGrowthPages - 1) / kGrowthPages; slabs > 0 && !grown; slabs /= 2) {
+  for (std::int64_t slabs = (pages + kGrowthPages - 1) / kGrowthPages; slabs > 0; slabs /= 2) {
     try {
       set_up(stream, [&](CUDAStream on) { pages_.grow(slabs * kGrowthPages, on); });
-      grown = true;
       ++growths_;
+      break;
     } catch (const c10::OutOfMemoryError&) {
       refusal = std::current_exception();
     }

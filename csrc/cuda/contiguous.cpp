@@ -5,6 +5,7 @@
 #include <torch/library.h>
 
 #include "cuda/check.h"
+#include "cuda/epilogue.h"
 #include "dtype.h"
 #include "launch.h"
 #include "names.h"
@@ -38,8 +39,7 @@ void contiguous(at::Tensor& t, at::Tensor& memory, std::string_view operation, s
   const auto stream = c10::cuda::getCurrentCUDAStream();
   const DType dtype = dtype_of(t.scalar_type(), "t");
   const Codec codec = parse_codec(codec_name);
-  const auto epilogue =
-      parse_activation(activation_name) == Activation::relu ? kernels::Epilogue::relu : kernels::Epilogue::relu_squared;
+  const kernels::Epilogue epilogue = epilogue_of(parse_activation(activation_name));
   const kernels::BlobStore store = contiguous_store(memory, dtype, t.numel());
   void* const data = t.data_ptr();
   if (operation == "compress") {
