@@ -1,6 +1,8 @@
 #include "lease.h"
 
-#include <ATen/ops/from_blob.h>
+#include <c10/core/Storage.h>
+#include <c10/core/TensorImpl.h>
+#include <c10/core/TensorOptions.h>
 
 namespace bitsparse {
 namespace {
@@ -9,13 +11,17 @@ void end_lease(void* lease) { delete static_cast<Lease*>(lease); }
 
 }  // namespace
 
+// As at::from_blob makes one, without its checks of what is known here.
 at::Tensor make_handle(std::unique_ptr<Lease> lease, void* data) {
   const c10::Device device = lease->info().device;
-  return at::for_blob(data, {kHandleBytes})
-      .context(lease.release(), &end_lease)
-      .options(at::TensorOptions().dtype(at::kByte).device(device))
-      .target_device(device)
-      .make_tensor();
+  c10::DataPtr owner(data, lease.release(), &end_lease, device);
+  c10::Storage storage(c10::Storage::use_byte_size_t(), kHandleBytes, std::move(owner), /*allocator=*/nullptr,
+                       /*resizable=*/false);
+  const c10::DispatchKey key = c10::computeDispatchKey(at::kByte, at::kStrided, device);
+  at::Tensor handle = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(key),
+                                                               caffe2::TypeMeta::Make<std::uint8_t>());
+  handle.unsafeGetTensorImpl()->set_sizes_contiguous({kHandleBytes});
+  return handle;
 }
 
 bool is_lease(const at::Tensor& handle) {

@@ -102,7 +102,7 @@ LeaseState& CudaArena::begin(const LeaseInfo& info, CUDAStream stream) {
 // for better pages themselves, as those do whose record the host has not seen yet.)
 LeaseState* CudaArena::find_warm(const WarmSlots::Key& key) {
   if (!key.capture)
-    flush_if([&](const LeaseState& warm) { return (warm.lost || warm.spilled) && warm.home == key.home; });
+    flush_if([&](const LeaseState& warm) { return (warm.lost_tiles || warm.spilled) && warm.home == key.home; });
   return warm_.find(key);
 }
 
@@ -218,14 +218,16 @@ void CudaArena::read_record(LeaseState& lease) {
     lease.units = units;
     lease.finished = true;
   }
-  if (const std::int64_t pages = record.high_water) {
+  if (const std::uint32_t pages = record.high_water; pages != lease.high_water) {
+    lease.high_water = pages;
     sizing_.note_high_water(pages);
-    if (lease.id > peak_since_) peak_pages_ = std::max(peak_pages_, pages);
+    if (lease.id > peak_since_) peak_pages_ = std::max<std::int64_t>(peak_pages_, pages);
   }
   if (!lease.finished) return;
-  if (record.lost_tiles && (!lease.lost || lease.capture)) {  // the same loss may be counted on for a while
-    record.lost_tiles = 0;
-    if (!std::exchange(lease.lost, true)) sizing_.note_loss(pages_of_units(lease.units));
+  // The same loss may be counted on for a while, and a graph's from replay to replay.
+  if (const std::uint32_t lost = record.lost_tiles;
+      lost != lease.lost_tiles && (lease.lost_tiles == 0 || lease.capture)) {
+    if (std::exchange(lease.lost_tiles, lost) == 0) sizing_.note_loss(pages_of_units(lease.units));
     ++failures_;
     failure_ = c10::str("the arena of ", device(), " was full: a lease of ", lease.dense_bytes, " bytes dense needed ",
                         lease.units * kUnitBytes, " bytes; the arena's capacity is ",

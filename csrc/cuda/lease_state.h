@@ -29,25 +29,27 @@ struct LeaseState {
   };
 
   LeaseState(c10::cuda::CUDAStream home, LeaseSlot* slot, volatile kernels::LeaseRecord* record)
-      : home(home), slot(slot), record(record) {}
+      : record(record), home(home), slot(slot) {}
 
+  // What every call of the arena looks at, side by side.
   Phase phase = Phase::live;
-  const c10::cuda::CUDAStream home;  // where it was compressed and where its pages are used again
-  LeaseSlot* slot;                   // null once taken over
+  // From the record.
+  bool finished = false;
+  bool spilled = false;
+  std::uint32_t lost_tiles = 0;
+  std::uint32_t high_water = 0;  // pages
+  std::int64_t units = 0;        // valid when finished
   volatile kernels::LeaseRecord* const record;
-  Sizing::LeaseId id = 0;
   // The graph capture it belongs to, until the graph is gone; 0: none. Atomic, as the lease's end looks at it without
   // the arena's lock.
   std::atomic<CaptureId> capture{0};
+
+  Sizing::LeaseId id = 0;
+  const c10::cuda::CUDAStream home;  // where it was compressed and where its pages are used again
+  LeaseSlot* slot;                   // null once taken over
   std::int64_t numel = 0;
   std::int64_t dense_bytes = 0;
   std::vector<Reader> readers;
-
-  // From the record.
-  bool finished = false;
-  bool lost = false;  // some tiles
-  bool spilled = false;
-  std::int64_t units = 0;  // valid when finished
 
   // Who took the slot over. A kernel may write its record after it said `finished`; when the successor's, which runs
   // later, says so the predecessor's is through.

@@ -75,7 +75,7 @@ inline __device__ std::uint64_t take_page(const BlobStore& store, std::uint64_t 
     if (page == kPageMissing)
       page = kPageLost;
     else if (store.record)
-      atomicAdd_system(&store.record->spilled_pages, 1u);
+      atomicAdd(&store.record->spilled_pages, 1u);
     page |= static_cast<std::uint64_t>(generation) << kGenerationShift;
   }
   if (is_new) atomicMax(&pool.high_water, atomicAdd(&pool.in_use, 1u) + 1);
@@ -189,7 +189,7 @@ __device__ __forceinline__ Placement place_blob(const BlobStore& store, const Re
   const std::uint64_t next = crosses ? find_page(store, index + 1, reservation.generation, true) : kPageMissing;
   const std::uint64_t page = find_page(store, index, reservation.generation, within == 0);
   const bool lost = (page | next) & kPageLost;
-  if (lost && store.record) atomicAdd_system(&store.record->lost_tiles, 1u);
+  if (lost && store.record) atomicAdd(&store.record->lost_tiles, 1u);
   std::uint8_t* const first = page_address(page) + within * kUnitBytes;
   const std::uint64_t at =
       crosses || lost ? offset | kLeaseByOffset : reinterpret_cast<std::uint64_t>(first) / kUnitBytes;

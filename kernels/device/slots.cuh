@@ -52,13 +52,16 @@ __device__ __forceinline__ void pad_word(std::uint32_t* slots, std::uint32_t cou
   }
 }
 
-// Once the reference is known: padding whose codes are 0. Only for bytes, which are not compared with it one by one.
+// Warp-wide, once the reference is known: padding whose codes are 0. Only for bytes, which are not compared with it one
+// by one. Other lanes have looked at the word that holds it.
 template <int Bytes>
 __device__ __forceinline__ void pad_with_reference(std::uint32_t* slots, std::uint32_t count, std::uint32_t reference,
                                                    int lane) {
-  if constexpr (Bytes == 1)
+  if constexpr (Bytes == 1) {
+    __syncwarp();
     if (lane < (-count & (Codes<Bytes>::kPerLane - 1)))
       reinterpret_cast<std::uint8_t*>(slots)[count + lane] = static_cast<std::uint8_t>(reference);
+  }
 }
 
 // Stores the kept elements of `x`, the lane's J-th word, from shared address `p` on.
