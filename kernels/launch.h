@@ -41,10 +41,10 @@ struct LeaseRecord {
   std::uint64_t units;          // payload, valid once `finished`
   std::uint32_t finished;       // every tile of the compress kernel has its range; its pages may still be coming
   std::uint32_t released;       // pages are back in the pool, control and page table are zero again
-  std::uint32_t lost_tiles;     // tiles that found the arena full
-  std::uint32_t spilled_pages;  // pages that lie in the spill region
+  std::uint32_t lost_tiles;     // tiles that found the arena full; changes whenever another one does
+  std::uint32_t spilled_pages;  // pages that lie in the spill region now
   std::uint32_t high_water;     // the pool's, in pages, at the time of `finished` or `released`
-  std::uint32_t reserved;
+  std::uint32_t has_spilled;    // a page has been in the spill region
 };
 
 // A page table entry is the page's address; bits that an address doesn't need tell more. An entry that the next launch
@@ -58,8 +58,10 @@ constexpr std::uint64_t kPageFlagMask = std::uint64_t{15} << kGenerationShift | 
 // What outlives a compress kernel beside the page table: the next one on the same memory starts from it, holding the
 // pages. All zero for a lease without pages.
 struct LeaseControl {
-  unsigned long long cursor;  // units reserved | tiles reserved << kCursorTileShift | generation << kGenerationShift
-  unsigned long long units;   // of the last finished launch: the page table has entries for as many and no others
+  unsigned long long cursor;    // units reserved | tiles reserved << kCursorTileShift | generation << kGenerationShift
+  unsigned long long units;     // of the last finished launch: the page table has entries for as many and no others
+  std::uint32_t lost_tiles;     // of all launches
+  std::uint32_t spilled_pages;  // of those in the page table
 };
 constexpr int kCursorTileShift = 36;  // units: as many bits as a tile entry's offset; tiles: 24 bits
 

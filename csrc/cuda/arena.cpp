@@ -9,7 +9,6 @@
 #include <string>
 
 #include "bitsparse/error.h"
-#include "cuda/alignment.h"
 #include "cuda/check.h"
 #include "cuda/cuda_arena.h"
 #include "cuda/epilogue.h"
@@ -66,13 +65,8 @@ at::Tensor CudaArena::compress(const at::Tensor& h, const at::Tensor& out, Codec
   give(warning);
   if (info.numel > 0) {
     const kernels::BlobStore store = state->slot->store(pages_.pool(), kPageShift, state->record);
-    const void* in = h.data_ptr();
-    if (!is_chunk_aligned(in) && is_chunk_aligned(out.data_ptr())) {
-      check(cudaMemcpyAsync(out.data_ptr(), in, h.nbytes(), cudaMemcpyDeviceToDevice, stream), "copying h");
-      in = out.data_ptr();
-    }
-    const cudaError_t launched = kernels::compress(in, out.data_ptr(), info.numel, dtype_of(info.dtype, "h"), codec,
-                                                   Keep::positive, epilogue_of(activation), store, stream);
+    const cudaError_t launched = kernels::compress(h.data_ptr(), out.data_ptr(), info.numel, dtype_of(info.dtype, "h"),
+                                                   codec, Keep::positive, epilogue_of(activation), store, stream);
     if (launched != cudaSuccess) state->record->finished = 1;  // no kernel will say so
     check(launched, "compress");
   }
@@ -148,9 +142,7 @@ MemoryStats CudaArena::memory_stats(bool synchronize) {
     stats.live_leases = sizing_.live();
     for (const auto& lease : leases_) {
       if (!lease->finished || lease->phase != LeaseState::Phase::live) continue;
-      // A captured lease's record counts on from replay to replay.
-      const std::int64_t spilled = lease->record->spilled_pages;
-      stats.spilled += std::min(spilled, pages_of_units(lease->units)) * kPageBytes;
+      stats.spilled += std::int64_t{lease->record->spilled_pages} * kPageBytes;
       stats.dense_bytes += lease->dense_bytes;
       stats.payload_bytes += lease->units * kUnitBytes;
     }

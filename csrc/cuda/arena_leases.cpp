@@ -234,7 +234,7 @@ void CudaArena::read_record(LeaseState& lease) {
                         pages_.capacity_pages() * kPageBytes, " bytes and ", pages_.spill_pages() * kPageBytes,
                         " bytes of spill. Its gradients are NaN. ", advice_on_loss());
   }
-  if (record.spilled_pages && !lease.spilled) {
+  if (record.has_spilled && !lease.spilled) {
     lease.spilled = true;
     if (!std::exchange(warned_, true))
       warning_ = c10::str(

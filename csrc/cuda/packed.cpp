@@ -1,7 +1,6 @@
 #include "cuda/packed.h"
 
 #include <ATen/ops/bitwise_and.h>
-#include <ATen/ops/clone.h>
 #include <ATen/ops/cumsum.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/stack.h>
@@ -9,7 +8,6 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
-#include "cuda/alignment.h"
 #include "cuda/check.h"
 #include "cuda/nvtx.h"
 #include "launch.h"
@@ -17,10 +15,9 @@
 
 namespace bitsparse::cuda {
 
-at::Tensor pack(const at::Tensor& given, DType dtype, Codec codec, Keep keep) {
+at::Tensor pack(const at::Tensor& t, DType dtype, Codec codec, Keep keep) {
   const NvtxRange range("pack");
-  const c10::cuda::CUDAGuard guard(given.device());
-  const at::Tensor t = is_chunk_aligned(given.data_ptr()) ? given : given.clone();
+  const c10::cuda::CUDAGuard guard(t.device());
   const auto stream = c10::cuda::getCurrentCUDAStream();
   const std::int64_t tiles = tile_count(dtype, t.numel());
   const auto bytes = t.options().dtype(at::kByte), words = t.options().dtype(at::kLong);

@@ -31,6 +31,7 @@ volatile kernels::LeaseRecord* RecordPool::take() {
   record->lost_tiles = 0;
   record->spilled_pages = 0;
   record->high_water = 0;
+  record->has_spilled = 0;
   return record;
 }
 

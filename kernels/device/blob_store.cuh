@@ -51,6 +51,31 @@ __device__ __forceinline__ std::uint64_t pages_of(std::uint64_t units, std::uint
   return (units + (1ull << page_shift) - 1) >> page_shift;
 }
 
+// Shows the host a count that other threads may be changing. Counts are kept in device memory, as atomics are none in
+// host memory without hostNativeAtomicSupported; and of several threads' stores the last must be of the last count.
+inline __device__ void show_count(const std::uint32_t* count, volatile std::uint32_t* to_host) {
+  std::uint32_t shown, now = load_relaxed(count);
+  do {
+    *to_host = shown = now;
+    __threadfence_system();
+    now = load_relaxed(count);
+  } while (now != shown);
+}
+
+inline __device__ void count_lost_tile(const BlobStore& store) {
+  if (!store.record) return;
+  atomicAdd(&store.control->lost_tiles, 1u);
+  show_count(&store.control->lost_tiles, &store.record->lost_tiles);
+}
+
+// `change`: 0 if the lease has the page from before.
+inline __device__ void count_spilled_page(const BlobStore& store, int change) {
+  if (change) atomicAdd(&store.control->spilled_pages, static_cast<std::uint32_t>(change));
+  if (!store.record) return;
+  if (change >= 0) static_cast<volatile LeaseRecord*>(store.record)->has_spilled = 1;
+  show_count(&store.control->spilled_pages, &store.record->spilled_pages);
+}
+
 // By the tile that holds the page's first unit, for an entry that is missing or left from an earlier launch as lost or
 // spilled: takes a page, or keeps the spilled one if there is no better, and publishes it.
 inline __device__ std::uint64_t take_page(const BlobStore& store, std::uint64_t index, std::uint32_t generation) {
@@ -64,6 +89,7 @@ inline __device__ std::uint64_t take_page(const BlobStore& store, std::uint64_t 
     if (holds_spilled) {
       push_page(pool.spill_pages, reinterpret_cast<std::uint64_t>(page_address(held)) | kPageSpilled);
       is_new = false;
+      count_spilled_page(store, -1);
     }
   } else {
     if (holds_spilled) {
@@ -74,8 +100,8 @@ inline __device__ std::uint64_t take_page(const BlobStore& store, std::uint64_t 
     }
     if (page == kPageMissing)
       page = kPageLost;
-    else if (store.record)
-      atomicAdd(&store.record->spilled_pages, 1u);
+    else
+      count_spilled_page(store, is_new);
     page |= static_cast<std::uint64_t>(generation) << kGenerationShift;
   }
   if (is_new) atomicMax(&pool.high_water, atomicAdd(&pool.in_use, 1u) + 1);
@@ -100,8 +126,9 @@ __device__ __forceinline__ std::uint64_t find_page(const BlobStore& store, std::
 }
 
 // Block-wide: gives the pages of the entries [begin, end) back and clears the entries.
-inline __device__ __noinline__ void return_pages(PagePool* pool, std::uint64_t* table, std::uint64_t begin,
-                                                 std::uint64_t end) {
+inline __device__ __noinline__ void return_pages(const BlobStore& store, std::uint64_t begin, std::uint64_t end) {
+  PagePool* const pool = store.pool;
+  std::uint64_t* const table = store.pages;
   __shared__ std::uint32_t device_count, spill_count, device_ticket, spill_ticket;
   if (threadIdx.x == 0) device_count = spill_count = 0;
   __syncthreads();
@@ -128,6 +155,7 @@ inline __device__ __noinline__ void return_pages(PagePool* pool, std::uint64_t* 
     atomicSub(&pool->in_use, device_count + spill_count);
     if (device_count) atomicAdd(&pool->device_pages.available, device_count);
     if (spill_count) atomicAdd(&pool->spill_pages.available, spill_count);
+    if (spill_count) count_spilled_page(store, -static_cast<int>(spill_count));
   }
 }
 
@@ -163,7 +191,7 @@ inline __device__ __noinline__ void finish_lease(const BlobStore& store, std::ui
   }
   if (!store.pages) return;
   const std::uint64_t used = pages_of(total_units, store.page_shift);
-  if (used < held) return_pages(store.pool, store.pages, used, held);
+  if (used < held) return_pages(store, used, held);
   if (threadIdx.x == 0) {
     control.units = total_units;
     if (store.record) {
@@ -189,7 +217,7 @@ __device__ __forceinline__ Placement place_blob(const BlobStore& store, const Re
   const std::uint64_t next = crosses ? find_page(store, index + 1, reservation.generation, true) : kPageMissing;
   const std::uint64_t page = find_page(store, index, reservation.generation, within == 0);
   const bool lost = (page | next) & kPageLost;
-  if (lost && store.record) atomicAdd(&store.record->lost_tiles, 1u);
+  if (lost) count_lost_tile(store);
   std::uint8_t* const first = page_address(page) + within * kUnitBytes;
   const std::uint64_t at =
       crosses || lost ? offset | kLeaseByOffset : reinterpret_cast<std::uint64_t>(first) / kUnitBytes;

@@ -61,6 +61,7 @@ __device__ __forceinline__ void read_block(const void* in, void* out, std::int64
   constexpr Epilogue E = Config::kEpilogue;
   load_chunks<kBytes, Whole, true, 0, L::kChunksPerLane>(in, first, numel, lane, block.elements);
   block.mask = LaneMask<kBytes>::filled_with(0);
+  ChunkWriter<kBytes, Whole, false> writer(out, first, numel, lane);
   std::uint32_t any = 0;
 #pragma unroll
   for (int i = 0; i < L::kChunksPerLane; ++i) {
@@ -79,7 +80,7 @@ __device__ __forceinline__ void read_block(const void* in, void* out, std::int64
       if constexpr (E != Epilogue::none) activation[j] = activate<Config::kDType, E>(x[j]);
     }
     if constexpr (kBytes == 1) block.mask.of(4 * i) += byte_mask_bits(kept, i);
-    if constexpr (E != Epilogue::none) store_chunk<kBytes, Whole, false>(out, first, numel, lane, i, activation);
+    if constexpr (E != Epilogue::none) writer.write(i, activation);
   }
   constexpr std::uint32_t kSigns = kBytes == 4 ? 0x80000000u : kBytes == 2 ? 0x80008000u : 0x80808080u;
   const MaskCounts own = count_mask<may_be_two_level(Config::kCodec)>(block.mask, any & kSigns);

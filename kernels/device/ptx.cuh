@@ -27,6 +27,12 @@ __device__ __forceinline__ std::uint64_t load_relaxed(const std::uint64_t* p) {
   return v;
 }
 
+__device__ __forceinline__ std::uint32_t load_relaxed(const std::uint32_t* p) {
+  std::uint32_t v;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+
 __device__ __forceinline__ void store_relaxed(std::uint64_t* p, std::uint64_t v) {
   asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }

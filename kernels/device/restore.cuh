@@ -76,7 +76,7 @@ __device__ __forceinline__ std::uint32_t next_word(std::uint32_t& p, std::uint32
 }
 
 template <class Config, int I, class Output>
-__device__ __forceinline__ void expand_chunks(std::uint32_t& p, std::uint32_t mask, const Output& output) {
+__device__ __forceinline__ void expand_chunks(std::uint32_t& p, std::uint32_t mask, Output& output) {
   if constexpr (I < Config::L::kChunksPerLane) {
     constexpr int kBytes = Config::kBytes;
     uint4 chunk;
@@ -94,7 +94,7 @@ __device__ __forceinline__ void expand_chunks(std::uint32_t& p, std::uint32_t ma
 template <class Config, class Output>
 __device__ __forceinline__ void expand(const std::uint32_t* values, std::uint32_t rank,
                                        const LaneMask<Config::kBytes>& mask, const ByteMoves<Config::kBytes>& moves,
-                                       const Output& output) {
+                                       Output& output) {
   if constexpr (Config::kBytes == 1) {
     ByteReader reader(values, rank);
 #pragma unroll
@@ -162,12 +162,10 @@ struct BlobLoad {
 // What a lane writes of its i-th chunk, given the kept values in their places and zeros elsewhere.
 template <class Config, bool Whole>
 struct ChunkOutput {
-  void* data;
-  std::int64_t first, numel;
-  int lane;
+  ChunkWriter<Config::kBytes, Whole, Config::kOutput != Output::gradient> writer;
   const uint4* grad;
 
-  __device__ __forceinline__ void operator()(int i, const uint4& values) const {
+  __device__ __forceinline__ void operator()(int i, const uint4& values) {
     constexpr DType D = Config::kDType;
     std::uint32_t words[4] = {values.x, values.y, values.z, values.w};
 #pragma unroll
@@ -178,7 +176,7 @@ struct ChunkOutput {
         words[j] =
             activation_gradient<D, Config::kEpilogue>(words[j], reinterpret_cast<const std::uint32_t*>(grad + i)[j]);
     }
-    store_chunk<Config::kBytes, Whole, Config::kOutput != Output::gradient>(data, first, numel, lane, i, words);
+    writer.write(i, words);
   }
 };
 
@@ -202,15 +200,14 @@ __device__ __forceinline__ void restore_tile(void* data, std::int64_t numel, con
   if constexpr (kGradient) load_chunks<kBytes, Whole, false, 0, kEarly>(data, first, numel, lane, grad);
   if (!load.finish(store)) {  // the arena had no room for this tile: be seen
     constexpr std::uint32_t nan = Scalar<Config::kDType>::kNaN;
+    const std::uint32_t words[4] = {nan, nan, nan, nan};
+    ChunkWriter<kBytes, Whole, false> writer(data, first, numel, lane);
 #pragma unroll
-    for (int i = 0; i < L::kChunksPerLane; ++i) {
-      const std::uint32_t words[4] = {nan, nan, nan, nan};
-      store_chunk<kBytes, Whole, false>(data, first, numel, lane, i, words);
-    }
+    for (int i = 0; i < L::kChunksPerLane; ++i) writer.write(i, words);
     return;
   }
 
-  const ChunkOutput<Config, Whole> output{data, first, numel, lane, grad};
+  ChunkOutput<Config, Whole> output{{data, first, numel, lane}, grad};
   const std::uint32_t header = stage[warp];
   std::uint32_t* body = stage + L::header_offset(header);
   const MaskKind kind = L::header_kind(header);
