@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -25,6 +26,7 @@ def checkpointed_ffn(x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: T
     return checkpoint(dense_ffn, x, w1, b1, w2, b2, use_reentrant=False, preserve_rng_state=False)
 
 
+@cache  # code that torch.compile made for one is good for the next
 def bitsparse_ffn(codec: str) -> FFNFunction:
     def ffn(x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None = None) -> Tensor:
         return bitsparse.relu_squared_ffn(x, w1, b1, w2, b2, codec=codec)

@@ -1,7 +1,7 @@
 """Whole training steps (forward, backward, optimizers) of a GPT of modded-nanogpt's size, first trained on text for some
 hundred steps, and of Nemotron-H's layers with random weights and real densities, with and without its Mamba layers:
-dense, checkpointed (the feed-forward blocks, or whole layers), bitsparse with codec tight, and torch.compile of dense
-and bitsparse.
+dense, checkpointed (the feed-forward blocks, or whole layers), bitsparse (codec tight, unless its name says another),
+and torch.compile of dense and bitsparse.
 
 All methods train the same weights, with the same optimizer states and batches, in the same run; step times are taken in
 turns. The loss is computed in chunks, so that logits of a few thousand tokens exist at a time, by all methods. Memory is
@@ -27,6 +27,7 @@ from benchmarks import gpt, models_nemotron, results
 from benchmarks.ffn_functions import dense_ffn
 from benchmarks.models_run import Clock, Method, ModelBench, Stopped, Targets, Trainer
 from benchmarks.options import Reporting, chosen_device, noted_arguments, parser_of
+from bitsparse.nn import CODECS
 
 PARTS = ("gpt", "nemotron", "nemotron-no-mamba")
 SLOWER = 100  # learning rates of measured steps are divided by this
@@ -74,8 +75,17 @@ class Command:
         rounds = self.options.rounds or self.scale.rounds
         compiled = self.device.type == "cuda" if self.options.compile is None else self.options.compile
         return ModelBench(
-            name, trainer, self.result, self.clock, self.save, length, rounds, compiled, with_targets
-        )  # fmt: skip
+            name=name,
+            trainer=trainer,
+            result=self.result,
+            clock=self.clock,
+            save=self.save,
+            length=length,
+            rounds=rounds,
+            compiled=compiled,
+            codecs=self.options.codecs,
+            targets=with_targets,
+        )
 
     def measure(self, bench: ModelBench, tokens: Sequence[int], densities: Sequence[float]) -> None:
         parameters = sum(p.numel() for p in bench.trainer.model.parameters())
@@ -214,6 +224,7 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[argparse.Namespace, torch
     add("--caps", type=int, nargs="+", default=[16, 24, 48, 80], metavar="GIB", help="(default 16 24 48 80)")
     add("--cap-seconds", type=float, default=30, help="for trying caps, each part; then extrapolated (default 30)")
     add("--no-caps", action="store_true", help="leave them out")
+    add("--codecs", nargs="+", choices=CODECS, default=["tight", "raw"], help="of bitsparse (default tight raw)")
     add("--compile", action=argparse.BooleanOptionalAction, help="with torch.compile (default: on a GPU)")
     add("--rounds", type=int, help=f"timed steps of each method (default {FULL.rounds}, --quick: {QUICK.rounds})")
     add("--minutes", type=float, default=6, help="stop then, and report what was measured (default 6)")

@@ -10,7 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -29,8 +29,6 @@ BATCHES = 4  # that take turns
 CHECKED_STEPS = 6  # whose losses are compared
 PROBE_STEPS = 3
 PROBES = 5  # at most, for one cap
-
-TIGHT_FFN = bitsparse_ffn("tight")
 
 Batch = tuple[Tensor, Tensor]  # tokens and targets, each (sequences, length)
 
@@ -61,28 +59,30 @@ class Method:
     ffn: FFNFunction
     recompute_layers: bool = False
     compiled: bool = False
+    uses_arena: bool = False
     arena: bitsparse.Arena | None = None
-
-    @property
-    def uses_arena(self) -> bool:
-        return self.ffn is TIGHT_FFN
 
     def stats(self) -> dict[str, int | float]:
         return self.arena.memory_stats(synchronize=True) if self.arena else {"capacity": 0, "spilled": 0, "waits": 0}
 
 
-def methods_of(compiled: bool) -> list[Method]:
+def methods_of(compiled: bool, codecs: Sequence[str]) -> list[Method]:
+    dense = Method("dense", dense_ffn)
+    names = {codec: "bitsparse" if codec == "tight" else f"bitsparse-{codec}" for codec in codecs}
+    ours = [Method(name, bitsparse_ffn(codec), uses_arena=True) for codec, name in names.items()]
     eager = [
-        Method("dense", dense_ffn),
+        dense,
         Method("checkpoint", checkpointed_ffn),
         Method("checkpoint-layers", dense_ffn, recompute_layers=True),
-        Method("bitsparse", TIGHT_FFN),
+        *ours,
     ]
-    others = [
-        Method("dense-compiled", dense_ffn, compiled=True),
-        Method("bitsparse-compiled", TIGHT_FFN, compiled=True),
-    ]
+    others = [replace(method, name=f"{method.name}-compiled", compiled=True) for method in (dense, *ours)]
     return eager + others if compiled else eager
+
+
+def is_judged(method: str) -> bool:
+    """Compared with torch.compile's dense block, compiled too."""
+    return method.startswith("bitsparse") and method.endswith("-compiled")
 
 
 class Snapshot:
@@ -257,11 +257,12 @@ class ModelBench:
     length: int  # of a sequence
     rounds: int
     compiled: bool
+    codecs: Sequence[str]
     targets: Targets | None
 
     def __post_init__(self) -> None:
         self._on_gpu = self.trainer.device.type == "cuda"
-        self._methods = methods_of(self.compiled)
+        self._methods = methods_of(self.compiled, self.codecs)
         self._memory: dict[str, dict[int, Memory]] = {}
         self._tokens_per_second: dict[str, float] = {}
 
@@ -322,7 +323,7 @@ class ModelBench:
                 self.try_method(method, partial(run, "again", method))
             if done and not method.compiled and method.name != "dense":
                 compare(method.name)
-            if done and method.uses_arena and not method.compiled:
+            if done and method.uses_arena and not method.compiled and "dense-again" not in found:
                 self.try_method(self._methods[0], partial(run, "dense-again", self._methods[0]))
                 compare("dense-again")
             self.save()
@@ -330,7 +331,7 @@ class ModelBench:
         for name in ("dense", "bitsparse"):
             if name in losses:
                 self.add(f"{name}/loss", losses[name][-1].item(), f"nats a token, {CHECKED_STEPS}th step")
-        if {"dense", "again", "bitsparse-compiled"} <= losses.keys():
+        if {"dense", "again", "dense-compiled"} <= losses.keys():
             self._compare_compiled(losses)
         self.trainer.restore()
         self.save()
@@ -351,9 +352,11 @@ class ModelBench:
         again, rounding = difference("again", "dense-compiled"), difference("dense-compiled", "dense")
         self.add("dense-compiled/loss_again", again, "largest difference of losses, the same compiled code run twice")
         self.add("dense-compiled/loss_of_dense", rounding, "largest difference of losses to dense eager's")
-        ours = difference("bitsparse-compiled", "dense-compiled")
         unit = "largest difference of losses to dense-compiled's"
-        self.add("bitsparse-compiled/loss_of_compiled", ours, unit, max(again, rounding), "<=")
+        for method in self._methods:
+            if is_judged(method.name) and method.name in losses:
+                ours = difference(method.name, "dense-compiled")
+                self.add(f"{method.name}/loss_of_compiled", ours, unit, max(again, rounding), "<=")
 
     # Steps ---------------------------------------------------------------------------------------------------------
 
@@ -405,7 +408,7 @@ class ModelBench:
             self.add(f"{row}/forward_backward_bytes", memory.forward_backward, "bytes, peak before the optimizers")
         if "dense-compiled" in times:
             ratio = measured.median / times["dense-compiled"].median
-            target = self.targets.step if self.targets and method.name == "bitsparse-compiled" else None
+            target = self.targets.step if self.targets and is_judged(method.name) else None
             self.add(f"{row}/step_of_compiled", ratio, "of dense-compiled's", target, "<=")
         if method.arena:
             self.add(f"{row}/waits", waits, "times the host waited, timed steps", 0, "<=")
@@ -428,7 +431,7 @@ class ModelBench:
                 continue
             self.add(f"{name}/per_token_bytes", line[0], "bytes a token: slope of forward_backward_bytes")
             if base is not None and base[0] > 0:
-                target = self.targets.per_token if self.targets and name == "bitsparse-compiled" else None
+                target = self.targets.per_token if self.targets and is_judged(name) else None
                 self.add(f"{name}/per_token_of_compiled", line[0] / base[0], "of dense-compiled's", target, "<=")
         self.save()
 

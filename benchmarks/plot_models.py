@@ -16,8 +16,10 @@ _COLORS = {
     "checkpoint": "#c9a227",
     "checkpoint-layers": "#d98c2b",
     "bitsparse": "#8fb8dc",
+    "bitsparse-raw": "#9fd3b0",
     "dense-compiled": "#4a5463",
     "bitsparse-compiled": "#1f6fb2",
+    "bitsparse-raw-compiled": "#2e8b57",
 }
 
 

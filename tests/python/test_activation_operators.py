@@ -39,39 +39,43 @@ def test_every_bit_pattern(device, dtype, activation, codec):
     assert_same_bits(grad, expected_grad, "gradient")
 
 
+AROUND = 7.0
+
+
+def placed(t, offset):
+    """Memory that is `AROUND` but for `t` in it, and the view that is `t`."""
+    memory = torch.full((len(t) + 32,), AROUND, dtype=t.dtype, device=t.device)
+    view = memory[offset : offset + len(t)]
+    view.copy_(t)
+    return memory, view
+
+
+def assert_holds(memory, offset, t, what):
+    assert_same_bits(memory, placed(t, offset)[0], f"{what}, {len(t)} elements from {offset} on")
+
+
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("dtype", TRAINED, ids=str)
 def test_any_alignment(device, dtype, codec):
     """Tensors that begin anywhere between two multiples of 16 bytes and end anywhere in a block: results as elsewhere,
     and what lies around them is left alone."""
-    lengths = [4096, 4099, 9000] if dtype != torch.float32 else [2048, 2049, 4500]
-    for numel in [1, *lengths]:
+    tile = 8192 // dtype.itemsize
+    for numel in (1, tile, tile + 3, 2 * tile + 907):
         h, grad = randn(2, numel, seed=numel, dtype=dtype, device=device)
         expected = F.relu(h).square()
         leaf = h.clone().requires_grad_()
         (expected_grad,) = torch.autograd.grad(F.relu(leaf).square(), leaf, grad)
         for offset in range(16 // dtype.itemsize):
-
-            def placed(t, offset=offset):
-                memory = torch.full((len(t) + 32,), 7.0, dtype=dtype, device=device)
-                memory[offset : offset + len(t)] = t
-                return memory, memory[offset : offset + len(t)]
-
-            def check(memory, wanted, what, offset=offset):
-                around = torch.full_like(memory, 7.0)
-                around[offset : offset + len(wanted)] = wanted
-                assert_same_bits(memory, around, f"{what}, {numel} elements from {offset} on")
-
-            memory, view = placed(h)
+            memory, view = placed(h, offset)
             a, lease = ops._compress_activation(view, "relu_squared", codec)
             assert_same_bits(a, expected, f"activation of {numel} elements from {offset} on")
-            check(memory, h, "what is compressed")
-            memory, view = placed(grad)
+            assert_holds(memory, offset, h, "what is compressed")
+            memory, view = placed(grad, offset)
             ops._activation_gradient_(view, lease, "relu_squared")
-            check(memory, expected_grad, "gradient")
-            memory, view = placed(h)
+            assert_holds(memory, offset, expected_grad, "gradient")
+            memory, view = placed(h, offset)
             lease = ops._compress_activation_(view, "relu_squared", codec)
-            check(memory, expected, "activation in place")
+            assert_holds(memory, offset, expected, "activation in place")
             assert_same_bits(ops._restore_activation(lease, [numel], dtype, "relu_squared"), expected, "restored")
 
 

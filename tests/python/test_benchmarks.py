@@ -350,8 +350,8 @@ def test_models(run_python, tmp_path, device):
     assert values["gpt/tokens=256/bitsparse/tokens_per_s"] > 0
     assert ("gpt/bitsparse/per_token_bytes" in values) == (device == "cuda")
     steps, memory = tables.tables_of(result)
-    assert len(steps.lines) == 8
-    assert [(line[0], line[-1]) for line in memory.lines][-1] == ("bitsparse", "equal")
+    assert len(steps.lines) == 10
+    assert [(line[0], line[-1]) for line in memory.lines][-2:] == [("bitsparse", "equal"), ("bitsparse-raw", "equal")]
 
 
 def test_models_that_run_out_of_time_say_so(run_python, tmp_path):
