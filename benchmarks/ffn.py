@@ -277,7 +277,7 @@ class Bench:
         steps = {name: [lambda method=method: method.step(problem)] for name, method in methods.items()}
         slow = {name: step for name, step in steps.items() if methods[name].offload}
         usual = {name: step for name, step in steps.items() if name not in slow}
-        times = timing.time_in_turns(usual, self.device, self.rounds)
+        times = timing.time_in_turns(usual, self.device, self.rounds, lead_in=True)
         if slow:
             times |= timing.time_in_turns(slow, self.device, 2)
         problem.clear()

@@ -375,7 +375,7 @@ class ModelBench:
                 method.arena = None
         before = {method.name: method.stats()["waits"] for method in ready}
         steps = {m.name: [partial(self.trainer.step, m, batch) for batch in batches] for m in ready}
-        times = timing.time_in_turns(steps, self.trainer.device, self.rounds)
+        times = timing.time_in_turns(steps, self.trainer.device, self.rounds, lead_in=True)
         waits = {method.name: method.stats()["waits"] - before[method.name] for method in ready}
         for method in ready:
             self._add_step(tokens, method, times, waits[method.name])

@@ -7,7 +7,6 @@ clock, the things to compare taking turns.
 
 from __future__ import annotations
 
-import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -44,15 +43,17 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _cuda_round(runs: Sequence[Run], fill_seconds: float = _FILL_SECONDS) -> list[float]:
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(len(runs) + 1)]
+def _cuda_round(runs: Sequence[Run], fill_seconds: float = _FILL_SECONDS, lead_in: bool = False) -> list[float]:
+    times = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in runs]
     torch.cuda._sleep(int(fill_seconds * _CYCLES_PER_SECOND))
-    events[0].record()
-    for event, run in zip(events[1:], runs, strict=True):
+    for (start, end), run in zip(times, runs, strict=True):
+        if lead_in:
+            run()
+        start.record()
         run()
-        event.record()
+        end.record()
     torch.cuda.synchronize()
-    return [start.elapsed_time(end) for start, end in itertools.pairwise(events)]
+    return [start.elapsed_time(end) for start, end in times]
 
 
 def _host_round(runs: Sequence[Run]) -> list[float]:
@@ -84,16 +85,18 @@ def time_in_turns(
     rounds: int,
     warm_up: int = 1,
     prepare: Run | None = None,
+    lead_in: bool = False,
 ) -> dict[str, Timing]:
     """All functions in each round, one after the other, so that a slow moment of the machine meets all of them. Each has
     one run or several that do the same with different data, which take turns too. Before each round `prepare`, which is
-    not timed."""
+    not timed. `lead_in`: on a GPU each timed run follows an untimed one of the same, as the clock that power and heat
+    allow is that of the last milliseconds: a method would else be faster for coming after one that takes it easy."""
     samples: dict[str, list[float]] = {name: [] for name in functions}
     for number in range(warm_up + rounds):
         if prepare is not None:
             prepare()
         turn = [runs[number % len(runs)] for runs in functions.values()]
-        measured = _cuda_round(turn) if device.type == "cuda" else _host_round(turn)
+        measured = _cuda_round(turn, lead_in=lead_in) if device.type == "cuda" else _host_round(turn)
         if number >= warm_up:
             for name, sample in zip(functions, measured, strict=True):
                 samples[name].append(sample)
