@@ -1,4 +1,4 @@
-// Elements -> blob, in two passes: `plan` decides how each block is stored, `encode` writes it.
+// Elements -> blob, block by block: kept elements are put side by side, what is there decides the form.
 #pragma once
 
 #include "cpu/bitstream.h"
@@ -37,30 +37,78 @@ class BlockInput {
   alignas(64) std::uint8_t padded_[kBlockElements * Bytes];
 };
 
-struct BlockPlan {
+// Smallest and largest of the patterns. Overwrites kRangeSlack elements behind them.
+struct Range {
+  std::uint32_t low, high;
+};
+constexpr int kRangeSlack = 64;
+template <int Bytes>
+inline Range range_of(Uint<Bytes>* patterns, int count) {
+  constexpr int kStep = 64 / Bytes;  // that compilers turn into vectors
+  for (int i = 0; i < kRangeSlack; ++i) patterns[count + i] = patterns[0];
+  Uint<Bytes> lows[kStep], highs[kStep];
+  for (int j = 0; j < kStep; ++j) lows[j] = highs[j] = patterns[0];
+  for (int i = 0; i < count; i += kStep) {
+    for (int j = 0; j < kStep; ++j) {
+      const Uint<Bytes> x = patterns[i + j];
+      lows[j] = x < lows[j] ? x : lows[j];
+      highs[j] = x > highs[j] ? x : highs[j];
+    }
+  }
+  Range range{lows[0], highs[0]};
+  for (int j = 1; j < kStep; ++j) {
+    range.low = lows[j] < range.low ? lows[j] : range.low;
+    range.high = highs[j] > range.high ? highs[j] : range.high;
+  }
+  return range;
+}
+
+struct EncodedBlock {
   std::uint32_t header;
   int words;  // of the body
   int kept;
 };
 
+// Every element of the block, those that are not kept as zero.
 template <int Bytes>
-inline BlockPlan plan_block(const BlockInput<Bytes>& in, const EncodeRules& rules, std::uint32_t offset_words) {
+inline void encode_dense(const Uint<Bytes>* patterns, int kept, const std::uint32_t* masks, int width,
+                         std::uint8_t* out) {
+  constexpr int kBlockElements = BlockLayout<Bytes>::kBlockElements;
+  alignas(64) Uint<Bytes> all[kBlockElements + kGroup];
+  if (kept == kBlockElements) {
+    std::memcpy(all, patterns, kBlockElements * Bytes);
+  } else {
+    alignas(64) std::uint8_t zero_filled[kBlockElements * Bytes];
+    expand<Bytes>(patterns, masks, zero_filled);
+    to_lanes<Bytes>(zero_filled, all);
+  }
+  pack_codes<Bytes>(all, kBlockElements, width, out);
+}
+
+template <int Bytes>
+inline EncodedBlock encode_block(const BlockInput<Bytes>& in, const EncodeRules& rules, std::uint32_t offset_words,
+                                 std::uint8_t* out) {
   using L = BlockLayout<Bytes>;
-  const BlockPlan empty{L::make_header(offset_words, L::kMinWidth, MaskKind::empty, 0), 0, 0};
+  const EncodedBlock empty{L::make_header(offset_words, L::kMinWidth, MaskKind::empty, 0), 0, 0};
   if (in.none()) return empty;
   alignas(64) std::uint32_t masks[L::kFlatMaskWords], words[L::kFlatMaskWords];
-  const Range range = scan<Bytes>(in.data(), rules.threshold, rules.rotate, masks);
-  const int kept = kept_count<Bytes>(masks);
+  alignas(64) Uint<Bytes> gathered[L::kBlockElements + kRangeSlack];
+  // raw's codes are the patterns themselves, so they go to their place, behind a flat mask, at once.
+  const bool raw = rules.codec == Codec::raw;
+  Uint<Bytes>* const patterns = raw ? reinterpret_cast<Uint<Bytes>*>(out + 4 * L::kFlatMaskWords) : gathered;
+  const int kept = select<Bytes>(in.data(), rules.threshold, masks, patterns);
   if (kept == 0) return empty;
 
   int width = L::kBits, dense_width = L::kBits;
   std::uint32_t stored_reference = 0;
-  if (rules.codec == Codec::signless) {
-    width = dense_width = max_of(L::kBits - 1, bit_length(range.high));
-  } else if (rules.codec == Codec::tight) {
-    stored_reference = range.low >> L::kReferenceDrop;
-    width = max_of(L::kMinWidth, bit_length(range.high - (stored_reference << L::kReferenceDrop)));
-    dense_width = max_of(L::kMinWidth, bit_length(range.high));
+  if (!raw) {
+    if (rules.rotate) rotate_left<Bytes>(patterns, kept);
+    const Range range = range_of<Bytes>(patterns, kept);
+    const bool tight = rules.codec == Codec::tight;
+    if (tight) stored_reference = range.low >> L::kReferenceDrop;
+    const int least = tight ? L::kMinWidth : L::kBits - 1;
+    width = max_of(least, bit_length(range.high - (stored_reference << L::kReferenceDrop)));
+    dense_width = max_of(least, bit_length(range.high));
   }
 
   to_stored_order<Bytes>(masks, words);
@@ -69,61 +117,32 @@ inline BlockPlan plan_block(const BlockInput<Bytes>& in, const EncodeRules& rule
   const int body = (kind == MaskKind::flat ? L::kFlatMaskWords : two_level) + (kept * width + 31) / 32;
   const int dense = L::kLaneElements * dense_width;
   if (in.full() && body >= dense) {
+    encode_dense<Bytes>(patterns, kept, masks, dense_width, out);
     return {L::make_header(offset_words, dense_width, MaskKind::dense, 0), dense, kept};
+  }
+  out += 4 * write_mask<Bytes>(words, kind, out);
+  if (raw) {
+    std::memset(out + kept * Bytes, 0, kUnitBytes);
+  } else {
+    if (const auto reference = static_cast<Uint<Bytes>>(stored_reference << L::kReferenceDrop); reference != 0)
+      for (int i = 0; i < kept; ++i) patterns[i] = static_cast<Uint<Bytes>>(patterns[i] - reference);
+    pack_codes<Bytes>(patterns, kept, width, out);
   }
   return {L::make_header(offset_words, width, kind, stored_reference), body, kept};
 }
 
 template <int Bytes>
-inline void encode_block(const BlockInput<Bytes>& in, const EncodeRules& rules, std::uint32_t header,
-                         std::uint8_t* out) {
-  using L = BlockLayout<Bytes>;
-  const MaskKind kind = L::header_kind(header);
-  if (kind == MaskKind::empty) return;
-  constexpr int kBlockElements = L::kBlockElements;
-  alignas(64) std::uint32_t masks[L::kFlatMaskWords], words[L::kFlatMaskWords];
-  alignas(64) Uint<Bytes> patterns[kBlockElements + 64];
-  int count = select<Bytes>(in.data(), rules.threshold, masks, patterns);
-  if (kind == MaskKind::dense) {
-    if (count < kBlockElements) {
-      alignas(64) std::uint8_t zero_filled[kBlockElements * Bytes];
-      expand<Bytes>(patterns, masks, zero_filled);
-      to_lanes<Bytes>(zero_filled, patterns);
-      count = kBlockElements;
-    }
-  } else {
-    to_stored_order<Bytes>(masks, words);
-    out += 4 * write_mask<Bytes>(words, kind, out);
-  }
-  if (rules.rotate) rotate_left<Bytes>(patterns, count);
-  if (const auto reference = static_cast<Uint<Bytes>>(L::header_reference(header)); reference != 0) {
-    for (int i = 0; i < count; ++i) patterns[i] = static_cast<Uint<Bytes>>(patterns[i] - reference);
-  }
-  pack_codes<Bytes>(patterns, count, static_cast<int>(L::header_width(header)), out);
-}
-
-template <int Bytes>
-std::uint32_t plan_tile(const std::uint8_t* in, std::uint32_t elements, const EncodeRules& rules,
-                        std::uint32_t* headers, std::uint32_t* kept) {
+std::uint32_t encode_tile(const std::uint8_t* in, std::uint32_t elements, const EncodeRules& rules, std::uint8_t* blob,
+                          std::uint32_t* kept) {
   std::uint32_t words = BlockLayout<Bytes>::kBlocksPerTile;
   *kept = 0;
   for (int b = 0; b < BlockLayout<Bytes>::kBlocksPerTile; ++b) {
-    const BlockPlan plan = plan_block<Bytes>(BlockInput<Bytes>(in, b, elements), rules, words);
-    headers[b] = plan.header;
-    words += static_cast<std::uint32_t>(plan.words);
-    *kept += static_cast<std::uint32_t>(plan.kept);
+    const EncodedBlock block = encode_block<Bytes>(BlockInput<Bytes>(in, b, elements), rules, words, blob + 4 * words);
+    store(blob + 4 * b, block.header);
+    words += static_cast<std::uint32_t>(block.words);
+    *kept += static_cast<std::uint32_t>(block.kept);
   }
   return (words + 3) / 4;
-}
-
-template <int Bytes>
-void encode_tile(const std::uint8_t* in, std::uint32_t elements, const EncodeRules& rules, const std::uint32_t* headers,
-                 std::uint8_t* blob) {
-  using L = BlockLayout<Bytes>;
-  std::memcpy(blob, headers, 4 * L::kBlocksPerTile);
-  for (int b = 0; b < L::kBlocksPerTile; ++b) {
-    encode_block<Bytes>(BlockInput<Bytes>(in, b, elements), rules, headers[b], blob + 4 * L::header_offset(headers[b]));
-  }
 }
 
 }  // namespace bitsparse::cpu::BITSPARSE_ISA

@@ -1,5 +1,6 @@
 #include "cpu/codec.h"
 
+#include <ATen/ops/clone.h>
 #include <ATen/ops/empty.h>
 #include <ATen/Parallel.h>
 #include <c10/util/Exception.h>
@@ -9,6 +10,7 @@
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <thread>
 
 #include "cpu/huge_pages.h"
 #include "cpu/tile_codec.h"
@@ -21,8 +23,8 @@
 namespace bitsparse::cpu {
 namespace {
 
-// Tiles that a thread takes at once, at least.
-constexpr std::int64_t kGrainTiles = 16;
+// Tiles that a thread decodes at once, at least, and encodes at once: few enough to stay in its cache.
+constexpr std::int64_t kGrainTiles = 16, kChunkTiles = 16;
 
 struct Shape {
   std::int64_t numel;
@@ -42,6 +44,44 @@ struct Shape {
   std::int64_t byte_offset(std::int64_t tile) const { return tile * tile_elements * element_bytes; }
 };
 
+// Threads encode chunks of tiles at the same time and learn in their order where each begins: after all before it. A
+// thread waits only for chunks that others are working on, so data is read from memory once.
+class Turns {
+ public:
+  // The chunk to encode next.
+  std::int64_t next() { return next_.fetch_add(1, std::memory_order_relaxed); }
+
+  // Waits until all chunks before `chunk` have done this; returns the units of those.
+  std::int64_t take(std::int64_t chunk, std::int64_t units, std::int64_t kept) {
+    for (int spins = 0; turn_.load(std::memory_order_acquire) != chunk; ++spins)
+      if (spins >= kSpins) std::this_thread::yield();  // more threads than processors
+    const std::int64_t before = units_;
+    units_ += units;
+    kept_ += kept;
+    turn_.store(chunk + 1, std::memory_order_release);
+    return before;
+  }
+
+  // Once all have.
+  std::int64_t units() const { return units_; }
+  std::int64_t kept() const { return kept_; }
+
+ private:
+  static constexpr int kSpins = 1000;
+  std::atomic<std::int64_t> next_{0}, turn_{0};
+  std::int64_t units_ = 0, kept_ = 0;  // of whose turn it is
+};
+
+// The start of a tensor that was allocated for the worst case. malloc maps the pages of anything this large, and those
+// that nobody has touched cost nothing; of smaller memory the rest would be lost.
+at::Tensor first_bytes(at::Tensor packed, std::int64_t bytes) {
+  constexpr std::int64_t kAlwaysMapped = std::int64_t{32} << 20;
+  if (packed.numel() <= kAlwaysMapped) return packed.narrow(0, 0, bytes).clone();
+  packed.unsafeGetTensorImpl()->set_sizes_contiguous({bytes});
+  packed.storage().unsafeGetStorageImpl()->set_nbytes(static_cast<std::size_t>(bytes));
+  return packed;
+}
+
 }  // namespace
 
 at::Tensor pack(const at::Tensor& contiguous, DType dtype, Codec codec, Keep keep) {
@@ -55,49 +95,43 @@ at::Tensor pack(const at::Tensor& contiguous, DType dtype, Codec codec, Keep kee
   const TileCodec& tile_codec = cpu::tile_codec(static_cast<int>(shape.element_bytes), current_isa());
   const auto* in = static_cast<const std::uint8_t*>(contiguous.const_data_ptr());
 
-  // Two passes over the data are faster than one that keeps blobs until the size of all is known: first touches of
-  // memory cost more than reads.
-  const std::int64_t blocks = blocks_per_tile(dtype);
-  const std::unique_ptr<std::uint32_t[]> headers(new std::uint32_t[shape.tiles * blocks]);
-  const std::unique_ptr<std::uint64_t[]> entries(new std::uint64_t[shape.tiles]);
-  at::parallel_for(0, shape.tiles, kGrainTiles, [&](std::int64_t begin, std::int64_t end) {
-    for (std::int64_t tile = begin; tile < end; ++tile) {
-      std::uint32_t kept = 0;
-      const std::uint32_t units = tile_codec.plan(in + shape.byte_offset(tile), shape.elements_of(tile), rules,
-                                                  headers.get() + tile * blocks, &kept);
-      entries[tile] = make_entry(0, units, kept);
-    }
-  });
-
-  std::int64_t units = 0, kept = 0;
-  for (std::int64_t tile = 0; tile < shape.tiles; ++tile) {
-    const std::uint64_t entry = entries[tile];
-    entries[tile] = make_entry(static_cast<std::uint64_t>(units), entry_size(entry), entry_count(entry));
-    units += entry_size(entry);
-    kept += entry_count(entry);
-  }
-  TORCH_CHECK(units < std::int64_t{1} << kEntryOffsetBits,
-              "bitsparse: pack expected a payload of less than 2^40 bytes, got ", units, " units of 16 bytes");
-
-  const std::int64_t table_bytes = 8 * shape.tiles;
   const std::int64_t payload = packed_payload_offset(shape.tiles);
-  at::Tensor packed = at::empty({payload + units * kUnitBytes}, at::TensorOptions(at::kByte));
+  at::Tensor packed =
+      at::empty({payload + max_payload_units(dtype, shape.numel) * kUnitBytes}, at::TensorOptions(at::kByte));
   auto* const out = packed.mutable_data_ptr<std::uint8_t>();
   advise_huge_pages(out, packed.numel());
-  const PackedHeader header = make_packed_header(dtype, codec, keep, shape.numel, units, kept);
+  const std::unique_ptr<std::uint64_t[]> entries(new std::uint64_t[shape.tiles]);
+  Turns turns;
+  const std::int64_t chunks = (shape.tiles + kChunkTiles - 1) / kChunkTiles;
+  at::parallel_for(0, std::min<std::int64_t>(chunks, at::get_num_threads()), 1, [&](std::int64_t, std::int64_t) {
+    const std::int64_t chunk_bytes = kChunkTiles * max_tile_units(dtype) * kUnitBytes;
+    const std::unique_ptr<std::uint8_t[]> encoded(new std::uint8_t[chunk_bytes + kBlobSlack]);
+    for (std::int64_t chunk; (chunk = turns.next()) < chunks;) {
+      const std::int64_t begin = chunk * kChunkTiles, end = std::min(begin + kChunkTiles, shape.tiles);
+      std::int64_t units = 0, kept = 0;
+      for (std::int64_t tile = begin; tile < end; ++tile) {
+        std::uint32_t tile_kept = 0;
+        const std::uint32_t tile_units = tile_codec.encode(in + shape.byte_offset(tile), shape.elements_of(tile), rules,
+                                                           encoded.get() + units * kUnitBytes, &tile_kept);
+        entries[tile] = make_entry(static_cast<std::uint64_t>(units), tile_units, tile_kept);
+        units += tile_units;
+        kept += tile_kept;
+      }
+      const auto first = static_cast<std::uint64_t>(turns.take(chunk, units, kept));
+      for (std::int64_t tile = begin; tile < end; ++tile) entries[tile] += make_entry(first, 0, 0);
+      std::memcpy(out + payload + static_cast<std::int64_t>(first) * kUnitBytes, encoded.get(),
+                  static_cast<std::size_t>(units) * kUnitBytes);
+    }
+  });
+  TORCH_CHECK(turns.units() < std::int64_t{1} << kEntryOffsetBits,
+              "bitsparse: pack expected a payload of less than 2^40 bytes, got ", turns.units(), " units of 16 bytes");
+
+  const std::int64_t table_bytes = 8 * shape.tiles;
+  const PackedHeader header = make_packed_header(dtype, codec, keep, shape.numel, turns.units(), turns.kept());
   std::memcpy(out, &header, sizeof header);
   if (shape.tiles != 0) std::memcpy(out + sizeof header, entries.get(), table_bytes);
   std::memset(out + sizeof header + table_bytes, 0, payload - table_bytes - static_cast<std::int64_t>(sizeof header));
-  at::parallel_for(0, shape.tiles, kGrainTiles, [&](std::int64_t begin, std::int64_t end) {
-    const std::unique_ptr<std::uint8_t[]> scratch(new std::uint8_t[max_tile_units(dtype) * kUnitBytes + kBlobSlack]);
-    for (std::int64_t tile = begin; tile < end; ++tile) {
-      tile_codec.encode(in + shape.byte_offset(tile), shape.elements_of(tile), rules, headers.get() + tile * blocks,
-                        scratch.get());
-      std::memcpy(out + payload + static_cast<std::int64_t>(entry_offset(entries[tile])) * kUnitBytes, scratch.get(),
-                  std::size_t{entry_size(entries[tile])} * kUnitBytes);
-    }
-  });
-  return packed;
+  return first_bytes(std::move(packed), payload + turns.units() * kUnitBytes);
 }
 
 namespace {

@@ -1,6 +1,5 @@
 // How the instruction set being compiled picks elements out of a block and puts them back. A mask is a string of bits,
 // one for each element in lane-major order.
-//   scan    block -> masks, and the range of the kept patterns
 //   select  block -> masks, and the kept patterns in lane-major order (returns how many)
 //   expand  the inverse: a block with the values where masks has bits, and zero elsewhere
 #pragma once

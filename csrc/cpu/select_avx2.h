@@ -46,11 +46,6 @@ struct Pair<1> {
   static Pair all(std::uint32_t x) { return {_mm256_set1_epi8(static_cast<char>(x))}; }
   Pair above(Pair x) const { return {_mm256_cmpgt_epi8(v, x.v)}; }
   Pair top_flipped() const { return {_mm256_xor_si256(v, _mm256_set1_epi8(static_cast<char>(0x80)))}; }
-  Pair rotated() const {
-    return {_mm256_sub_epi8(_mm256_add_epi8(v, v), _mm256_cmpgt_epi8(_mm256_setzero_si256(), v))};
-  }
-  Pair min(Pair x) const { return {_mm256_min_epu8(v, x.v)}; }
-  Pair max(Pair x) const { return {_mm256_max_epu8(v, x.v)}; }
   Mask bits() const { return static_cast<Mask>(_mm256_movemask_epi8(v)); }
 };
 
@@ -61,9 +56,6 @@ struct Pair<2> {
   static Pair all(std::uint32_t x) { return {_mm256_set1_epi16(static_cast<short>(x))}; }
   Pair above(Pair x) const { return {_mm256_cmpgt_epi16(v, x.v)}; }
   Pair top_flipped() const { return {_mm256_xor_si256(v, _mm256_set1_epi16(static_cast<short>(0x8000)))}; }
-  Pair rotated() const { return {_mm256_or_si256(_mm256_add_epi16(v, v), _mm256_srli_epi16(v, 15))}; }
-  Pair min(Pair x) const { return {_mm256_min_epu16(v, x.v)}; }
-  Pair max(Pair x) const { return {_mm256_max_epu16(v, x.v)}; }
   Mask bits() const {  // saturated to bytes, each half's twice
     const auto twice = static_cast<std::uint32_t>(_mm256_movemask_epi8(_mm256_packs_epi16(v, v)));
     return static_cast<Mask>((twice & 0xff) | (twice >> 8 & 0xff00));
@@ -77,9 +69,6 @@ struct Pair<4> {
   static Pair all(std::uint32_t x) { return {_mm256_set1_epi32(static_cast<int>(x))}; }
   Pair above(Pair x) const { return {_mm256_cmpgt_epi32(v, x.v)}; }
   Pair top_flipped() const { return {_mm256_xor_si256(v, _mm256_set1_epi32(static_cast<int>(0x80000000)))}; }
-  Pair rotated() const { return {_mm256_or_si256(_mm256_add_epi32(v, v), _mm256_srli_epi32(v, 31))}; }
-  Pair min(Pair x) const { return {_mm256_min_epu32(v, x.v)}; }
-  Pair max(Pair x) const { return {_mm256_max_epu32(v, x.v)}; }
   Mask bits() const { return static_cast<Mask>(_mm256_movemask_ps(_mm256_castsi256_ps(v))); }
 };
 
@@ -110,26 +99,6 @@ struct Keeper {
     return {_mm256_or_si256(x.above(zero).v, x.top_flipped().above(limit).v)};
   }
 };
-
-template <int Bytes>
-inline Range scan(const std::uint8_t* block, std::uint32_t threshold, bool rotate, std::uint32_t* masks) {
-  using P = Pair<Bytes>;
-  const Keeper<Bytes> keep(threshold);
-  P low = P::all(~0u), high = P::all(0);
-  for (int i = 0; i < kPairs<Bytes>; ++i) {
-    P v = load_pair<Bytes>(block, i);
-    const P kept = keep(v);
-    store_part(masks, i, kept.bits());
-    if (rotate) v = v.rotated();
-    low = low.min({_mm256_or_si256(v.v, _mm256_andnot_si256(kept.v, P::all(~0u).v))});
-    high = high.max({_mm256_and_si256(v.v, kept.v)});
-  }
-  constexpr int kElements = 32 / Bytes;
-  Uint<Bytes> lows[kElements], highs[kElements];
-  store(lows, low.v);
-  store(highs, high.v);
-  return range_of<Bytes>(lows, highs, kElements);
-}
 
 // Whole vectors are stored, of which the first elements count.
 template <int Bytes>

@@ -40,9 +40,6 @@ struct Vector<1> {
   Mask kept(Vector threshold) const {
     return _mm512_cmpgt_epi8_mask(v, _mm512_setzero_si512()) | _mm512_cmpgt_epu8_mask(v, threshold.v);
   }
-  Vector rotated() const { return {_mm512_sub_epi8(_mm512_add_epi8(v, v), _mm512_movm_epi8(_mm512_movepi8_mask(v)))}; }
-  Vector min(Mask mask, Vector x) const { return {_mm512_mask_min_epu8(v, mask, v, x.v)}; }
-  Vector max(Mask mask, Vector x) const { return {_mm512_mask_max_epu8(v, mask, v, x.v)}; }
   Vector compress(Mask mask) const { return {_mm512_maskz_compress_epi8(mask, v)}; }
   Vector expand(Mask mask) const { return {_mm512_maskz_expand_epi8(mask, v)}; }
 };
@@ -55,9 +52,6 @@ struct Vector<2> {
   Mask kept(Vector threshold) const {
     return _mm512_cmpgt_epi16_mask(v, _mm512_setzero_si512()) | _mm512_cmpgt_epu16_mask(v, threshold.v);
   }
-  Vector rotated() const { return {_mm512_or_si512(_mm512_add_epi16(v, v), _mm512_srli_epi16(v, 15))}; }
-  Vector min(Mask mask, Vector x) const { return {_mm512_mask_min_epu16(v, mask, v, x.v)}; }
-  Vector max(Mask mask, Vector x) const { return {_mm512_mask_max_epu16(v, mask, v, x.v)}; }
   Vector compress(Mask mask) const { return {_mm512_maskz_compress_epi16(mask, v)}; }
   Vector expand(Mask mask) const { return {_mm512_maskz_expand_epi16(mask, v)}; }
 };
@@ -71,9 +65,6 @@ struct Vector<4> {
     return static_cast<Mask>(_mm512_cmpgt_epi32_mask(v, _mm512_setzero_si512()) |
                              _mm512_cmpgt_epu32_mask(v, threshold.v));
   }
-  Vector rotated() const { return {_mm512_rol_epi32(v, 1)}; }
-  Vector min(Mask mask, Vector x) const { return {_mm512_mask_min_epu32(v, mask, v, x.v)}; }
-  Vector max(Mask mask, Vector x) const { return {_mm512_mask_max_epu32(v, mask, v, x.v)}; }
   Vector compress(Mask mask) const { return {_mm512_maskz_compress_epi32(mask, v)}; }
   Vector expand(Mask mask) const { return {_mm512_maskz_expand_epi32(mask, v)}; }
 };
@@ -87,27 +78,6 @@ template <int Bytes>
 inline int first_chunk(int vector) {
   constexpr int kPerLane = BlockLayout<Bytes>::kChunksPerLane / 4;
   return vector / kPerLane + vector % kPerLane * 4 * kLanes;
-}
-
-template <int Bytes>
-inline Range scan(const std::uint8_t* block, std::uint32_t threshold, bool rotate, std::uint32_t* masks) {
-  using V = Vector<Bytes>;
-  const V limit = V::all(threshold);
-  V low = V::all(~0u), high = V::all(0);
-  for (int i = 0; i < kVectors<Bytes>; ++i) {
-    prefetch_ahead(block, i);
-    V v{load_chunks(block, first_chunk<Bytes>(i))};
-    const auto mask = v.kept(limit);
-    store_part(masks, i, mask);
-    if (rotate) v = v.rotated();
-    low = low.min(mask, v);
-    high = high.max(mask, v);
-  }
-  constexpr int kElements = sizeof(V) / Bytes;
-  Uint<Bytes> lows[kElements], highs[kElements];
-  _mm512_storeu_si512(lows, low.v);
-  _mm512_storeu_si512(highs, high.v);
-  return range_of<Bytes>(lows, highs, kElements);
 }
 
 // Whole vectors are stored, of which the first elements count: faster than a masked compress to memory.

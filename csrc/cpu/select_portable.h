@@ -40,28 +40,6 @@ inline bool is_kept(Uint<Bytes> x, Uint<Bytes> threshold) {
 }
 
 template <int Bytes>
-inline Range scan(const std::uint8_t* block, std::uint32_t threshold, bool rotate, std::uint32_t* masks) {
-  constexpr int kBlockElements = BlockLayout<Bytes>::kBlockElements;
-  alignas(64) Uint<Bytes> lanes[kBlockElements];
-  alignas(64) std::uint8_t flags[kBlockElements];
-  to_lanes<Bytes>(block, lanes);
-  const auto limit = static_cast<Uint<Bytes>>(threshold);
-  for (int i = 0; i < kBlockElements; ++i) flags[i] = is_kept<Bytes>(lanes[i], limit);
-  flags_to_masks<Bytes>(flags, masks);
-  if (rotate) rotate_left<Bytes>(lanes, kBlockElements);
-  auto low = static_cast<Uint<Bytes>>(-1);
-  Uint<Bytes> high = 0;
-  for (int i = 0; i < kBlockElements; ++i) {
-    const auto dropped = static_cast<Uint<Bytes>>(flags[i] - 1);  // all bits set or none
-    const auto for_low = static_cast<Uint<Bytes>>(lanes[i] | dropped);
-    const auto for_high = static_cast<Uint<Bytes>>(lanes[i] & ~dropped);
-    low = for_low < low ? for_low : low;
-    high = for_high > high ? for_high : high;
-  }
-  return {low, high};
-}
-
-template <int Bytes>
 inline int select(const std::uint8_t* block, std::uint32_t threshold, std::uint32_t* masks, Uint<Bytes>* kept) {
   constexpr int kBlockElements = BlockLayout<Bytes>::kBlockElements;
   alignas(64) Uint<Bytes> lanes[kBlockElements];

@@ -138,22 +138,6 @@ inline int kept_count(const std::uint32_t* masks) {
   return count;
 }
 
-// Smallest and largest pattern; meaningless if there are none.
-struct Range {
-  std::uint32_t low, high;
-};
-
-// That of vectors which hold the smallest and largest patterns of their places.
-template <int Bytes>
-inline Range range_of(const Uint<Bytes>* lows, const Uint<Bytes>* highs, int elements) {
-  Range range{lows[0], highs[0]};
-  for (int i = 1; i < elements; ++i) {
-    range.low = lows[i] < range.low ? lows[i] : range.low;
-    range.high = highs[i] > range.high ? highs[i] : range.high;
-  }
-  return range;
-}
-
 // A vector's part of a mask, whose bits are those of memory.
 template <class Mask>
 inline void store_part(std::uint32_t* masks, int vector, Mask mask) {

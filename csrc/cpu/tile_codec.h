@@ -37,18 +37,14 @@ struct TileError {
   std::int64_t got = 0;
 };
 
-// Bytes that an encoder may write past the end of its blob, and a decoder read past the end of one.
+// Bytes that an encoder may write past the end of the largest blob, and a decoder read past the end of one.
 constexpr std::size_t kBlobSlack = 128;
 
 struct TileCodec {
-  // Plans the encoding of `elements` (1 .. a full tile) elements: fills in the tile's block headers and the number of
-  // kept elements, and returns the blob's size in units. Sizes are known before a byte is written, so that blobs go
-  // straight to their place.
-  std::uint32_t (*plan)(const std::uint8_t* in, std::uint32_t elements, const EncodeRules& rules,
-                        std::uint32_t* headers, std::uint32_t* kept);
-  // Encodes as planned. `blob` has room for the largest blob and kBlobSlack.
-  void (*encode)(const std::uint8_t* in, std::uint32_t elements, const EncodeRules& rules, const std::uint32_t* headers,
-                 std::uint8_t* blob);
+  // Encodes `elements` (1 .. a full tile) elements; returns the blob's size in units and the number of kept elements.
+  // `blob` is 4-byte aligned and has room for the largest blob and kBlobSlack.
+  std::uint32_t (*encode)(const std::uint8_t* in, std::uint32_t elements, const EncodeRules& rules, std::uint8_t* blob,
+                          std::uint32_t* kept);
   // Decodes a blob of `units` units. Trusts nothing in it: reads at most kBlobSlack bytes past its end and writes
   // exactly `elements` elements. With a null `out` it only checks.
   TileError (*decode)(const std::uint8_t* blob, std::uint32_t units, std::uint32_t kept, std::uint32_t elements,

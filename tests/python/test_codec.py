@@ -264,6 +264,25 @@ def test_encoders_write_the_stored_bytes(device, entry):
     assert torch.equal(packed.cpu(), from_hex(entry["packed"]))
 
 
+@pytest.mark.parametrize("numel", [100_003, (17 << 20) + 5], ids=["small", "large"])
+def test_threads_and_memory_on_cpu(numel):
+    """The same bytes with any number of threads, more than processors included, and no memory kept beyond them."""
+    t = sparse(numel, density=0.2, seed=1, dtype=torch.bfloat16, device="cpu")
+    before = torch.get_num_threads()
+    try:
+        for codec in CODECS:
+            packed = []
+            for threads in (1, 3, 16):
+                torch.set_num_threads(threads)
+                packed.append(bitsparse.compress(t, codec).packed)
+            for each in packed:
+                assert torch.equal(each, packed[0])
+                assert each.untyped_storage().nbytes() == each.numel()
+            assert_same_bits(bitsparse.CompressedTensor(packed[0], t.shape).decompress(), t)
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_stored_bytes_cover_the_format():
     assert GOLDEN["format_version"] == 3
     kinds = {(entry["dtype"], entry["codec"], entry["keep"]) for entry in GOLDEN["entries"]}
