@@ -30,6 +30,7 @@ STAT_KEYS = (
 )
 
 
+_MOST_BYTES = 2**63 - 1
 _KINDS = {numbers.Integral: "an int", numbers.Real: "a number", bool: "a bool"}
 
 
@@ -90,7 +91,8 @@ class Arena:
 
     Sizes are in bytes. The memory comes from PyTorch's allocator and returns to it when the arena and everything that
     was compressed into it are gone. Arenas can be used from several threads; ``with`` affects the calling thread only.
-    Blocks may be nested, the innermost arena of a tensor's device is the one that is used.
+    Blocks may be nested, the innermost arena of a tensor's device is the one that is used: a generator or coroutine that
+    is suspended inside of ``with`` leaves its arena in use for whatever runs meanwhile.
 
     Args:
         device: "cpu", "cuda" (the current CUDA device) or "cuda:N"; None is the current CUDA device if CUDA is in use
@@ -105,7 +107,8 @@ class Arena:
     allocated as it is needed, at its exact size.
 
     Raises:
-        ValueError, RuntimeError: contradicting settings or an unusable device; the message names the argument.
+        TypeError, ValueError, RuntimeError: a setting of the wrong type, contradicting settings or an unusable device;
+            the message names the argument.
     """
 
     def __init__(
@@ -127,6 +130,10 @@ class Arena:
             kind = {"density_bound": numbers.Real, "worst_case": bool}.get(name, numbers.Integral)
             if value is not None and (not isinstance(value, kind) or isinstance(value, bool) != (kind is bool)):
                 raise TypeError(f"bitsparse: Arena: expected {name} to be {_KINDS[kind]}, got {type(value).__name__}")
+            if kind is numbers.Integral and value is not None and abs(int(value)) > _MOST_BYTES:
+                raise ValueError(f"bitsparse: Arena: expected {name} to be at most {_MOST_BYTES} bytes, got {value}")
+        if density_bound is not None and not 0 < density_bound <= 1:
+            raise ValueError(f"bitsparse: Arena: expected density_bound in (0, 1], got {density_bound}")
         self._settings = {name: value for name, value in settings.items() if value is not None and value is not False}
         with typed_errors():
             self._arena = _C.Arena(_device_name(device), **self._settings)
@@ -198,6 +205,8 @@ def memory_stats(device: torch.device | str | int | None = None, synchronize: bo
     Raises:
         OutOfArenaMemory: with `synchronize`, when a compressed activation was lost because there was no room for it.
     """
+    if not isinstance(synchronize, bool):
+        raise TypeError(f"bitsparse: memory_stats: expected synchronize to be a bool, got {type(synchronize).__name__}")
     arena = _existing_default_arena(device)
     if arena is None:
         return {key: 0.0 if key == "payload_ratio" else 0 for key in STAT_KEYS}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Mapping
 
 import torch
@@ -13,11 +14,11 @@ CODECS = ("raw", "signless", "tight")
 
 
 def _size(name: str, value: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
         raise TypeError(f"bitsparse: expected {name} to be an int, got {type(value).__name__}")
     if value < 1:
         raise ValueError(f"bitsparse: expected {name} to be at least 1, got {value}")
-    return value
+    return int(value)
 
 
 class _FFN(torch.nn.Module):
@@ -39,7 +40,19 @@ class _FFN(torch.nn.Module):
         self.fc = torch.nn.Linear(self.d_model, self.d_ff, bias=bias, device=device, dtype=dtype)
         self.proj = torch.nn.Linear(self.d_ff, self.d_model, bias=bias, device=device, dtype=dtype)
 
+    def __setattr__(self, name: str, value: object) -> None:
+        # Its forward would not run: an adapter in it, for one, would silently do nothing.
+        is_module = name in ("fc", "proj") and isinstance(value, torch.nn.Module)
+        if is_module and type(value).forward is not torch.nn.Linear.forward:
+            raise TypeError(
+                f"bitsparse: {type(self).__name__}: expected {name} to be a torch.nn.Linear, whose weight and bias are "
+                f"all that is used, got {type(value).__name__}"
+            )
+        super().__setattr__(name, value)
+
     def _check(self, x: Tensor) -> None:
+        if not isinstance(x, Tensor):
+            raise TypeError(f"bitsparse: {type(self).__name__}: expected x to be a tensor, got {type(x).__name__}")
         if x.dim() and x.shape[-1] != self.d_model:
             raise ValueError(
                 f"bitsparse: {type(self).__name__}: expected x to have shape (*, {self.d_model}), got {list(x.shape)}"
@@ -56,7 +69,9 @@ class ReLUSquaredFFN(_FFN):
     laid out and initialised like two ``torch.nn.Linear`` made in this order: from the same state of the random number
     generator they get the same bits. A dense block's weights load with :func:`load_dense_state_dict`.
 
-    ``fc`` and ``proj`` hold parameters only. Their ``forward`` is not called, so hooks on them do not run.
+    ``fc`` and ``proj`` hold parameters only. Their ``forward`` is not called, so hooks on them do not run (nor what hooks
+    do: pruning and the older weight_norm and spectral_norm; parametrizations work), and layers with another ``forward``,
+    such as adapters, are refused in their place.
 
     Args:
         d_model: width of the input and the output.
@@ -170,9 +185,14 @@ def load_dense_state_dict(module: ReLUSquaredFFN | ReLUFFN, state_dict: Mapping[
         if not isinstance(value, Tensor) or value.is_complex():
             kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
             raise TypeError(f"{prefix + key}: expected a real tensor, got {kind}")
-        if value.is_meta or parameters[name].is_meta:
-            where_meta = prefix + key if value.is_meta else f"module's {name}"
-            raise ValueError(f"{where_meta}: expected a tensor with data, got one on the meta device")
+        for what, t in ((prefix + key, value), (f"module's {name}", parameters[name])):
+            if t.is_meta:
+                raise ValueError(f"{what}: expected a tensor with data, got one on the meta device")
+            if t.layout != torch.strided or t.is_quantized:
+                kind = "a quantized one" if t.is_quantized else f"layout {t.layout}"
+                raise ValueError(f"{what}: expected a dense tensor, got {kind}")
+        if any(size > 1 and stride == 0 for size, stride in zip(parameters[name].shape, parameters[name].stride(), strict=False)):
+            raise ValueError(f"module's {name}: expected a memory location for each element, got an expanded tensor")
         expected, got = tuple(parameters[name].shape), tuple(state_dict[prefix + key].shape)
         if expected != got:
             hint = "; it looks transposed" if expected == got[::-1] else ""

@@ -3,6 +3,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <iterator>
 #include <map>
 #include <mutex>
 #include <vector>
@@ -104,16 +105,18 @@ void push_arena(std::shared_ptr<Arena> arena) {
   arena_stack().push_back(std::move(arena));
 }
 
+// Generators and coroutines may leave their scopes in another order than they entered them.
 void pop_arena(const Arena& arena) {
   auto& stack = arena_stack();
-  TORCH_CHECK(!stack.empty() && stack.back().get() == &arena,
-              "bitsparse: Arena: expected the innermost arena of this thread to be the one that ends, got another: "
-              "arenas nest");
-  stack.pop_back();
+  const auto found = std::find_if(stack.rbegin(), stack.rend(), [&](const auto& each) { return each.get() == &arena; });
+  TORCH_CHECK(found != stack.rend(),
+              "bitsparse: Arena: expected an arena that this thread has entered and not left, got another: a `with` "
+              "block ends in the thread in which it began");
+  stack.erase(std::next(found).base());
 }
 
-ArenaGuard::ArenaGuard(std::shared_ptr<Arena> arena) { push_arena(std::move(arena)); }
-ArenaGuard::~ArenaGuard() { arena_stack().pop_back(); }
+ArenaGuard::ArenaGuard(std::shared_ptr<Arena> arena) : arena_(arena.get()) { push_arena(std::move(arena)); }
+ArenaGuard::~ArenaGuard() { pop_arena(*arena_); }
 
 MemoryStats memory_stats(c10::Device device, bool synchronize) {
   return has_default_arena(device) ? default_arena(device)->memory_stats(synchronize) : MemoryStats{};

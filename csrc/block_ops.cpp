@@ -1,12 +1,12 @@
 // The block operators: checks, the differentiable path, the path without gradients, autocast.
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
-#include <algorithm>
-#include <numeric>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "activation.h"
@@ -30,27 +30,20 @@ struct Gradients {
   at::Tensor h, w2, b2;
 };
 
-// The order of h's dimensions in memory, outermost first. Eager relu keeps that order, and the layout of the activation
-// can choose the GEMM kernel: so the block keeps it too.
-std::vector<std::int64_t> memory_order(const at::Tensor& h) {
-  std::vector<std::int64_t> order(h.dim());
-  std::iota(order.begin(), order.end(), 0);
-  if (h.is_contiguous()) return order;
-  std::stable_sort(order.begin(), order.end(),
-                   [&](std::int64_t a, std::int64_t b) { return h.sym_stride(a) > h.sym_stride(b); });
-  return order;
-}
-
-std::vector<std::int64_t> inverse(const std::vector<std::int64_t>& order) {
-  std::vector<std::int64_t> inverse(order.size());
-  for (std::size_t i = 0; i < order.size(); ++i) inverse[order[i]] = static_cast<std::int64_t>(i);
-  return inverse;
+// Is relu(h) column-major in eager mode? Its layout can choose the GEMM kernel, so the block's activation gets the
+// same. Only matrices come here with other layouts than contiguous. This is TensorIterator's rule: the dimension with
+// the smaller stride is the inner one, of equal strides the smaller dimension, and expanded ones decide nothing.
+bool gives_column_major(const at::Tensor& h) {
+  if (h.dim() != 2 || h.is_contiguous()) return false;
+  const c10::SymInt rows = h.sym_stride(0), columns = h.sym_stride(1);
+  if (rows == 0 || columns == 0) return false;
+  return rows < columns || (rows == columns && h.sym_size(0) < h.sym_size(1));
 }
 
 // Gradients of y = activation(h) w2ᵀ + b2 from the lease of h. At most one wide tensor at a time beside what is
 // returned: the activation is gone before d loss / d activation is made, and that becomes d loss / d h in place.
 Gradients linear_backward(at::Tensor grad, const at::Tensor& lease, const at::Tensor& w2, const std::string& activation,
-                          const std::vector<std::int64_t>& order, bool need_h, bool need_w2, bool need_b2) {
+                          bool column_major, bool need_h, bool need_w2, bool need_b2) {
   const c10::SymInt d_ff = w2.sym_size(1);
   std::vector<c10::SymInt> wide = grad.sym_sizes().vec();
   wide.back() = d_ff;
@@ -62,28 +55,27 @@ Gradients linear_backward(at::Tensor grad, const at::Tensor& lease, const at::Te
   Gradients g;
   if (need_b2) g.b2 = grad.sum(0);
   if (need_w2) {
-    std::vector<c10::SymInt> in_memory;
-    for (std::int64_t d : order) in_memory.push_back(wide[d]);
-    at::Tensor a = ops::restore_activation(lease, in_memory, grad.scalar_type(), activation);
-    a = a.permute(inverse(order)).reshape_symint({tokens, d_ff});
-    g.w2 = linear_weight_gradient(grad, a, w2);
+    std::vector<c10::SymInt> in_memory{tokens, d_ff};
+    if (column_major) std::swap(in_memory[0], in_memory[1]);
+    const at::Tensor a = ops::restore_activation(lease, in_memory, grad.scalar_type(), activation);
+    g.w2 = linear_weight_gradient(grad, column_major ? a.t() : a, w2);
   }
   if (need_h) {
     // The layout of the activation that forward multiplied: a single element is both row- and column-major.
-    const bool column_major = (order.size() == 2 && order[0] == 1) || (tokens == 1 && d_ff == 1);
-    g.h = linear_input_gradient(grad, w2, column_major).reshape_symint(wide);
-    ops::activation_gradient_(g.h.permute(order), lease, activation);
+    g.h = linear_input_gradient(grad, w2, column_major || (tokens == 1 && d_ff == 1)).reshape_symint(wide);
+    ops::activation_gradient_(column_major ? g.h.t() : g.h, lease, activation);
   }
   return g;
 }
 
-// With create_graph, gradients of gradients would be wrong without this node: its backward says so.
+// With create_graph, gradients of gradients would be wrong without this node: its backward says so. `h` stands for the
+// pre-activation, which is not there any more: it requires a gradient where the results depend on h and h does.
 struct OnceDifferentiable : torch::autograd::Function<OnceDifferentiable> {
-  static variable_list forward(AutogradContext*, const at::Tensor& grad, const at::Tensor& lease, const at::Tensor& w2,
-                               const std::string& activation, const std::vector<std::int64_t>& order, bool need_h,
-                               bool need_w2, bool need_b2) {
+  static variable_list forward(AutogradContext*, const at::Tensor& grad, const at::Tensor& /*h*/,
+                               const at::Tensor& lease, const at::Tensor& w2, const std::string& activation,
+                               bool column_major, bool need_h, bool need_w2, bool need_b2) {
     at::AutoDispatchBelowADInplaceOrView guard;
-    Gradients g = linear_backward(grad, lease, w2, activation, order, need_h, need_w2, need_b2);
+    Gradients g = linear_backward(grad, lease, w2, activation, column_major, need_h, need_w2, need_b2);
     variable_list needed;  // outputs of a Function must be defined
     for (at::Tensor* t : {&g.h, &g.w2, &g.b2})
       if (t->defined()) needed.push_back(std::move(*t));
@@ -97,13 +89,17 @@ struct OnceDifferentiable : torch::autograd::Function<OnceDifferentiable> {
   }
 };
 
+// May a tensor that nobody else holds be overwritten? Not where a dispatch mode may have kept it, as selective
+// activation checkpointing does. Those of the compiler itself work on a program, in which an overwritten tensor is one.
+bool may_overwrite() { return !c10::impl::TorchDispatchModeTLS::any_modes_set(/*skip_infra_modes=*/true); }
+
 // y = activation(h) w2ᵀ + b2, keeping a lease of h. `overwrite`: h is ours and may become the activation.
 struct ActivationLinear : torch::autograd::Function<ActivationLinear> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& h, const at::Tensor& w2, const OptionalTensor& b2,
                             const std::string& activation, const std::string& codec, bool overwrite) {
     at::AutoDispatchBelowADInplaceOrView guard;
-    const std::vector<std::int64_t> order = memory_order(h);
-    at::Tensor a = h.permute(order), lease;
+    const bool column_major = gives_column_major(h);
+    at::Tensor a = column_major ? h.t() : h, lease;
     if (saved_tensors_may_be_copied()) {
       a = at::relu(a);
       lease = pack(a, codec, "positive");
@@ -112,10 +108,11 @@ struct ActivationLinear : torch::autograd::Function<ActivationLinear> {
       lease = ops::compress_activation_(a, activation, codec);
     else
       std::tie(a, lease) = ops::compress_activation(a, activation, codec);
-    a = a.permute(inverse(order));
+    if (column_major) a = a.t();
+    ctx->set_materialize_grads(false);
     ctx->save_for_backward({w2, lease});
     ctx->saved_data["activation"] = activation;
-    ctx->saved_data["order"] = order;
+    ctx->saved_data["column_major"] = column_major;
     ctx->saved_data["has_bias"] = b2.has_value();
     return at::linear(a, w2, b2);
   }
@@ -124,19 +121,21 @@ struct ActivationLinear : torch::autograd::Function<ActivationLinear> {
     if (!grads[0].defined()) return variable_list(6);
     const auto saved = ctx->get_saved_variables();
     const std::string activation = ctx->saved_data["activation"].toStringRef();
-    const std::vector<std::int64_t> order = ctx->saved_data["order"].toIntVector();
+    const bool column_major = ctx->saved_data["column_major"].toBool();
     const bool need_h = ctx->needs_input_grad(0), need_w2 = ctx->needs_input_grad(1);
     const bool need_b2 = ctx->saved_data["has_bias"].toBool() && ctx->needs_input_grad(2);
     variable_list out(6);
     if (at::GradMode::is_enabled()) {
-      const variable_list g =
-          OnceDifferentiable::apply(grads[0], saved[1], saved[0], activation, order, need_h, need_w2, need_b2);
+      const bool depends_on_h = need_h && (need_w2 || parse_activation(activation) == Activation::relu_squared);
+      const at::Tensor h = at::empty({0}, grads[0].options()).requires_grad_(depends_on_h);
+      const variable_list g = OnceDifferentiable::apply(grads[0], h, saved[1], saved[0], activation, column_major,
+                                                        need_h, need_w2, need_b2);
       auto next = g.begin();
       if (need_h) out[0] = *next++;
       if (need_w2) out[1] = *next++;
       if (need_b2) out[2] = *next++;
     } else {
-      Gradients g = linear_backward(grads[0], saved[1], saved[0], activation, order, need_h, need_w2, need_b2);
+      Gradients g = linear_backward(grads[0], saved[1], saved[0], activation, column_major, need_h, need_w2, need_b2);
       out[0] = std::move(g.h);
       out[1] = std::move(g.w2);
       out[2] = std::move(g.b2);
@@ -179,7 +178,7 @@ at::Tensor ffn_autograd(const at::Tensor& x, const at::Tensor& w1, const Optiona
   // gradients are the dense ones by construction.
   at::Tensor h = at::linear(x, w1, b1);
   if (!keeps_lease(h, w2, b2)) return dense_linear(std::move(h), w2, b2, A);
-  return ActivationLinear::apply(h, w2, b2, std::string(activation_name(A)), std::string(codec), /*overwrite=*/true);
+  return ActivationLinear::apply(h, w2, b2, std::string(activation_name(A)), std::string(codec), may_overwrite());
 }
 
 // Below autograd nothing is saved.

@@ -151,15 +151,28 @@ def test_leaving_by_an_exception(device):
     assert arena.memory_stats()["leases_total"] == 0
 
 
-def test_leaving_an_arena_that_is_not_the_innermost():
+def used_by_a_block(arena):
+    before = arena.memory_stats()["leases_total"]
+    block("cpu")
+    return arena.memory_stats()["leases_total"] > before
+
+
+def test_leaving_arenas_in_another_order():
+    """As generators do that are suspended inside of ``with``."""
+
+    def suspended(arena):
+        with arena:
+            yield
+
     first, second = bitsparse.Arena("cpu"), bitsparse.Arena("cpu")
-    first.__enter__()
-    second.__enter__()
-    with pytest.raises(RuntimeError, match=r"expected the innermost arena"):
-        first.__exit__(None, None, None)
-    second.__exit__(None, None, None)
-    first.__exit__(None, None, None)
-    with pytest.raises(RuntimeError, match=r"expected the innermost arena"):
+    generators = [suspended(first), suspended(second)]
+    for each in generators:
+        next(each)
+    generators[0].close()
+    assert (used_by_a_block(first), used_by_a_block(second)) == (False, True)
+    generators[1].close()
+    assert (used_by_a_block(first), used_by_a_block(second)) == (False, False)
+    with pytest.raises(RuntimeError, match=r"expected an arena that this thread has entered and not left"):
         first.__exit__(None, None, None)
 
 
@@ -215,6 +228,9 @@ def test_ways_to_size_an_arena(device, options):
         ({"capacity": -1}, "expected capacity >= 0 bytes, got -1"),
         ({"density_bound": 0.0}, r"expected density_bound in \(0, 1\], got 0"),
         ({"density_bound": 1.5}, r"expected density_bound in \(0, 1\], got 1.5"),
+        ({"capacity": 2**63}, f"expected capacity to be at most {2**63 - 1} bytes, got {2**63}"),
+        ({"spill_bytes": 2**64}, f"expected spill_bytes to be at most {2**63 - 1} bytes, got {2**64}"),
+        ({"density_bound": 10**400}, r"expected density_bound in \(0, 1\], got 1000"),
         ({"density_bound": float("nan")}, r"expected density_bound in \(0, 1\], got nan"),
         ({"capacity": 1, "worst_case": True}, "expected at most one of capacity, density_bound and worst_case, got 2"),
     ],

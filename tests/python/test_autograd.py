@@ -2,6 +2,7 @@
 
 import random
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -14,11 +15,12 @@ from support import (
     assert_same_training,
     dense_ffn,
     dense_linear,
+    dense_relu_ffn,
     ffn_arguments,
     randn,
     run_backward,
 )
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import bitsparse
 
@@ -157,6 +159,97 @@ def test_double_backward_is_a_clear_error(device, name):
     (grad,) = torch.autograd.grad(y.square().sum(), leaves[0], create_graph=True)
     with pytest.raises(RuntimeError, match=r"(?i)bitsparse.*(double backward|second derivative|differentiat\w+ twice)"):
         grad.sum().backward()
+
+
+def test_double_backward_through_frozen_weights_is_an_error(device):
+    """The gradient of a force: linear in the output, so that only the pre-activation makes it depend on x."""
+    x, w1, _, w2, _ = ffn_arguments(device, torch.float32)
+    x.requires_grad_()
+    (force,) = torch.autograd.grad(bitsparse.relu_squared_ffn(x, w1, None, w2).sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="double backward is not supported"):
+        force.square().sum().backward()
+    (force,) = torch.autograd.grad(bitsparse.relu_ffn(x, w1, None, w2).sum(), x, create_graph=True)
+    assert not force.requires_grad, "constant where relu's mask is"
+
+
+class NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y):
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
+
+
+def test_no_gradient_arrives(device):
+    def wrapped(function):
+        return lambda *leaves: NoGradient.apply(function(*leaves))
+
+    tensors = ffn_arguments(device, torch.float32)
+    _, gradients = run_backward(wrapped(bitsparse.relu_squared_ffn), tensors)
+    assert gradients == run_backward(wrapped(dense_ffn), tensors)[1] == [None] * 5
+
+
+def as_is(x):
+    return x
+
+
+def spread_over_tokens(h):
+    return h[:1].expand(70, -1)
+
+
+def spread_over_features(h):
+    return h[:, :1].expand(-1, 356)
+
+
+def every_other_column(h):
+    return torch.cat([h, h], 1)[:, ::2]
+
+
+def column_major(h):
+    return h.t().contiguous().t()
+
+
+def every_other_row_of_columns(h):
+    return torch.cat([h, h]).t().contiguous()[:, ::2].t()
+
+
+def overlapping(h):
+    return h.as_strided((70, 356), (1, 1))
+
+
+LAYOUTS = [as_is, spread_over_tokens, spread_over_features, every_other_column, column_major]
+LAYOUTS += [every_other_row_of_columns, overlapping]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
+def test_layouts_of_the_pre_activation(device, layout):
+    for dtype in TRAINED:
+        h = layout(randn(70, 356, seed=1, dtype=dtype, device=device))
+        w2 = randn(20, 356, seed=2, dtype=dtype, device=device)
+        assert_same_training(bitsparse.relu_squared_linear, dense_linear, [h, w2])
+
+
+MATMULS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+COMPRESS = [torch.ops.bitsparse._compress_activation_.default, torch.ops.bitsparse._compress_activation.default]
+
+
+@pytest.mark.parametrize("kept", [MATMULS, COMPRESS, MATMULS + COMPRESS], ids=["matmuls", "compress", "both"])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no_bias"])
+def test_selective_activation_checkpointing(device, kept, bias):
+    """What the policy keeps is read again in backward, so it must not have been overwritten meanwhile."""
+    context = partial(create_selective_checkpoint_contexts, kept)
+
+    def wrapped(function):
+        def twice(x, *weights):
+            return function(function(x, *weights), *weights)
+
+        return lambda *leaves: checkpoint(twice, *leaves, use_reentrant=False, context_fn=context)
+
+    tensors = ffn_arguments(device, torch.bfloat16, d_in=24, d_out=24, bias=bias)
+    assert_same_training(wrapped(bitsparse.relu_squared_ffn), wrapped(dense_ffn), tensors)
+    assert_same_training(wrapped(bitsparse.relu_ffn), wrapped(dense_relu_ffn), tensors)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["not_reentrant", "reentrant"])

@@ -115,6 +115,20 @@ def test_argument_of_another_type(device, name):
         call(name, device, codec=None)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_argument_of_another_kind(device, name):
+    for argument in arguments_of(name):
+        if argument.startswith(("x", "h", "w")):
+            with pytest.raises((TypeError, ValueError, NotImplementedError), match=argument):
+                call(name, device, **{argument: zeros(*SHAPES[argument], device=device).to_sparse()})
+            with pytest.raises(TypeError, match=rf"bitsparse::{name}: expected {argument} to be a tensor, got None$"):
+                call(name, device, **{argument: None})
+    first = arguments_of(name)[0]
+    nested = torch.nested.nested_tensor([torch.zeros(2, 3), torch.zeros(4, 3)], device=device)
+    with pytest.raises(ValueError, match=rf"bitsparse::{name}: expected {first} to be a strided tensor, got a nested"):
+        call(name, device, **{first: nested})
+
+
 @pytest.mark.parametrize("module", [bitsparse.nn.ReLUSquaredFFN, bitsparse.nn.ReLUFFN])
 def test_modules(device, module):
     for sizes, name in (((-4,), "d_model"), ((0,), "d_model"), ((64, -4), "d_ff")):
@@ -123,6 +137,11 @@ def test_modules(device, module):
     with pytest.raises(TypeError, match="expected d_model to be an int, got float"):
         module(64.0, device=device)
     ffn = module(16, device=device)
+    for wrong in (None, [1.0], "text"):
+        with pytest.raises(
+            TypeError, match=f"{module.__name__}: expected x to be a tensor, got {type(wrong).__name__}"
+        ):
+            ffn(wrong)
     message = rf"{module.__name__}: expected x to have shape \(\*, 16\), got \[3, 17\]"
     for x in (torch.zeros(3, 17, device=device), torch.zeros(3, 17, device=device, requires_grad=True)):
         with pytest.raises(ValueError, match=message):

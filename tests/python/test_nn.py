@@ -45,6 +45,22 @@ def test_arguments_and_repr():
         ReLUSquaredFFN(8, codec="zip")
 
 
+class Adapter(torch.nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def test_layers_whose_forward_would_not_run_are_refused():
+    module = ReLUSquaredFFN(8)
+    for layer in (Adapter(8, 32), torch.nn.Sequential(module.fc)):
+        with pytest.raises(TypeError, match=r"ReLUSquaredFFN: expected fc to be a torch.nn.Linear.*got (Adapter|Seq)"):
+            module.fc = layer
+    module.fc = torch.nn.Linear(8, 32)
+    torch.nn.utils.parametrizations.weight_norm(module.fc)
+    x = torch.randn(3, 8)
+    assert_same_bits(module(x), module.proj(torch.relu(module.fc(x)).square()))
+
+
 @pytest.mark.parametrize("codec", CODECS)
 def test_copies_and_state_dict(codec):
     module = ReLUSquaredFFN(8, codec=codec)
@@ -170,6 +186,10 @@ def test_values_that_cannot_be_loaded_change_nothing():
         load(module, {**state, "fc.bias": torch.zeros(32, dtype=torch.complex64)})
     with pytest.raises(TypeError, match=r"fc.weight: expected a real tensor, got list"):
         load(module, {**state, "fc.weight": [1.0]})
+    with pytest.raises(ValueError, match=r"proj.weight: expected a dense tensor, got layout torch.sparse_coo"):
+        load(module, {**state, "proj.weight": torch.zeros(8, 32).to_sparse()})
+    with pytest.raises(ValueError, match=r"proj.bias: expected a dense tensor, got a quantized one"):
+        load(module, {**state, "proj.bias": torch.quantize_per_tensor(torch.zeros(8), 1.0, 0, torch.qint8)})
     with pytest.raises(TypeError, match=r"module: expected a ReLUSquaredFFN or ReLUFFN, got Linear"):
         load(torch.nn.Linear(2, 2), state)
     assert all(torch.equal(p, before[name]) for name, p in module.named_parameters())

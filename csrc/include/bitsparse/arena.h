@@ -81,8 +81,12 @@ class ArenaGuard {
   ~ArenaGuard();
   ArenaGuard(const ArenaGuard&) = delete;
   ArenaGuard& operator=(const ArenaGuard&) = delete;
+
+ private:
+  const Arena* arena_;
 };
-// The same for callers without scopes. pop_arena throws if `arena` is not the innermost one.
+// The same for callers without scopes. pop_arena takes the innermost entry of `arena` away, wherever that is, and
+// throws if this thread has none.
 void push_arena(std::shared_ptr<Arena> arena);
 void pop_arena(const Arena& arena);
 
