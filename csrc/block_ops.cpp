@@ -110,7 +110,8 @@ struct ActivationLinear : torch::autograd::Function<ActivationLinear> {
       std::tie(a, lease) = ops::compress_activation(a, activation, codec);
     if (column_major) a = a.t();
     ctx->set_materialize_grads(false);
-    ctx->save_for_backward({w2, lease});
+    // Without a gradient for h only the layout of w2 is wanted: its data may change until backward, as in eager mode.
+    ctx->save_for_backward({h.requires_grad() ? w2 : w2.variable_data(), lease});
     ctx->saved_data["activation"] = activation;
     ctx->saved_data["column_major"] = column_major;
     ctx->saved_data["has_bias"] = b2.has_value();

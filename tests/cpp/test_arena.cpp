@@ -250,15 +250,21 @@ TEST(CurrentArena, InnermostGuardOfThisThread) {
   EXPECT_EQ(current_arena(c10::kCPU), fallback);
 }
 
-TEST(CurrentArena, PushAndPopNest) {
+TEST(CurrentArena, PopTakesTheInnermostEntryOfItsArena) {
   const auto first = Arena::create(c10::kCPU), second = Arena::create(c10::kCPU);
   EXPECT_THROW(pop_arena(*first), c10::Error);
   push_arena(first);
   push_arena(second);
-  EXPECT_THROW(pop_arena(*first), c10::Error);
+  push_arena(first);
+  push_arena(second);
+  pop_arena(*first);  // in another order than they came
   EXPECT_EQ(current_arena(c10::kCPU), second);
   pop_arena(*second);
+  EXPECT_EQ(current_arena(c10::kCPU), second);
+  pop_arena(*second);
+  EXPECT_EQ(current_arena(c10::kCPU), first);
   pop_arena(*first);
+  EXPECT_EQ(current_arena(c10::kCPU), default_arena(c10::kCPU));
   EXPECT_THROW(pop_arena(*first), c10::Error);
 }
 

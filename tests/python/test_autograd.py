@@ -172,6 +172,24 @@ def test_double_backward_through_frozen_weights_is_an_error(device):
     assert not force.requires_grad, "constant where relu's mask is"
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_last_weights_may_change_where_only_they_are_trained(device, compiled):
+    """Their gradient does not depend on their values."""
+    x, w1, b1, w2, b2 = ffn_arguments(device, torch.float32)
+    ours = bitsparse.relu_squared_ffn
+    if compiled:
+        torch._dynamo.reset()
+        ours = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    gradients = []
+    for function in (dense_ffn, ours):
+        leaf = w2.clone().requires_grad_()
+        y = function(x, w1, b1, leaf, b2)
+        with torch.no_grad():
+            leaf.mul_(3)
+        gradients += torch.autograd.grad(y.sum(), leaf)
+    assert_same_bits(gradients[1], gradients[0])
+
+
 class NoGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y):
