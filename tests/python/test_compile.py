@@ -178,6 +178,19 @@ def test_compiled_without_gradients_compresses_nothing(device):
     assert bitsparse.memory_stats(device)["leases_total"] == before
 
 
+def test_compiled_code_overwrites_the_pre_activation(device):
+    """The compiler gets the operator that works in place, so that it needs no second wide tensor."""
+    programs = []
+
+    def keep_program(graph, _):
+        programs.append(graph.print_readable(print_output=False))
+        return make_boxed_func(graph.forward)
+
+    compiled = torch.compile(bitsparse.relu_squared_ffn, backend=aot_autograd(keep_program), fullgraph=True)
+    run_backward(compiled, ffn_arguments(device, torch.float32))
+    assert "_compress_activation_.default" in programs[0]
+
+
 def test_compiled_under_autocast(device):
     tensors = ffn_arguments(device, torch.float32)
 
