@@ -186,7 +186,7 @@ def test_compiled_code_overwrites_the_pre_activation(device):
         programs.append(graph.print_readable(print_output=False))
         return make_boxed_func(graph.forward)
 
-    compiled = torch.compile(bitsparse.relu_squared_ffn, backend=aot_autograd(keep_program), fullgraph=True)
+    compiled = torch.compile(bitsparse.relu_squared_ffn, backend=aot_autograd(fw_compiler=keep_program), fullgraph=True)
     run_backward(compiled, ffn_arguments(device, torch.float32))
     assert "_compress_activation_.default" in programs[0]
 
