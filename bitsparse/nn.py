@@ -32,6 +32,8 @@ class _FFN(torch.nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(bias, bool):
+            raise TypeError(f"bitsparse: expected bias to be a bool, got {type(bias).__name__}")
         if codec not in CODECS:
             raise ValueError(f"bitsparse: expected codec to be 'raw', 'signless' or 'tight', got {codec!r}")
         self.d_model = _size("d_model", d_model)
@@ -40,15 +42,23 @@ class _FFN(torch.nn.Module):
         self.fc = torch.nn.Linear(self.d_model, self.d_ff, bias=bias, device=device, dtype=dtype)
         self.proj = torch.nn.Linear(self.d_ff, self.d_model, bias=bias, device=device, dtype=dtype)
 
-    def __setattr__(self, name: str, value: object) -> None:
-        # Its forward would not run: an adapter in it, for one, would silently do nothing.
-        is_module = name in ("fc", "proj") and isinstance(value, torch.nn.Module)
-        if is_module and type(value).forward is not torch.nn.Linear.forward:
+    # Another layer's forward would not run: an adapter, for one, would silently do nothing.
+    def _check_layer(self, name: str, value: object) -> None:
+        linear = torch.nn.Linear
+        same = isinstance(value, linear) and type(value).forward is linear.forward
+        if name in ("fc", "proj") and not (same and type(value).__call__ is linear.__call__):
             raise TypeError(
                 f"bitsparse: {type(self).__name__}: expected {name} to be a torch.nn.Linear, whose weight and bias are "
                 f"all that is used, got {type(value).__name__}"
             )
+
+    def __setattr__(self, name: str, value: object) -> None:
+        self._check_layer(name, value)
         super().__setattr__(name, value)
+
+    def add_module(self, name: str, module: torch.nn.Module | None) -> None:
+        self._check_layer(name, module)
+        super().add_module(name, module)
 
     def _check(self, x: Tensor) -> None:
         if not isinstance(x, Tensor):
@@ -142,6 +152,26 @@ def _find_layers(keys: set[str], where: str) -> tuple[dict[str, str], set[str]]:
     return names, keys - set(names.values())
 
 
+def _own_parameters(module: _FFN) -> dict[str, torch.nn.Parameter]:
+    """By name; raises for what could not be overwritten."""
+    found: dict[str, torch.nn.Parameter] = {}
+    for name in ("fc.weight", "fc.bias", "proj.weight", "proj.bias"):
+        layer, kind = name.split(".")
+        parameter = getattr(getattr(module, layer), kind)
+        if parameter is None:
+            continue
+        if not isinstance(parameter, torch.nn.Parameter):
+            raise ValueError(f"module: expected {name} to be a parameter, got one that is computed from others")
+        if any(parameter is other for other in found.values()):
+            raise ValueError(f"module: expected {name} to be a parameter of its own, got one that is shared")
+        reach = 1 + sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
+        if reach < parameter.numel() or parameter.is_inference():
+            kind = "overlapping memory" if reach < parameter.numel() else "an inference tensor"
+            raise ValueError(f"module: expected {name} to be a tensor that can be written to, got {kind}")
+        found[name] = parameter
+    return found
+
+
 def load_dense_state_dict(module: ReLUSquaredFFN | ReLUFFN, state_dict: Mapping[str, Tensor], prefix: str = "") -> None:
     """Copies the parameters of a dense block into `module`, whatever the block called its two layers.
 
@@ -162,16 +192,18 @@ def load_dense_state_dict(module: ReLUSquaredFFN | ReLUFFN, state_dict: Mapping[
         TypeError: an argument or a parameter's value is not of the kind above.
         KeyError: no pair of layers, more than one, a bias that one side has and the other lacks, or keys under `prefix`
             that are neither a weight nor a bias of the two layers.
-        ValueError: a shape is not what `module` has, or there is no data to copy or to overwrite.
+        ValueError: a shape is not what `module` has, there is no data to copy, or none that can be overwritten.
     """
     if not isinstance(module, _FFN):
         raise TypeError(f"module: expected a ReLUSquaredFFN or ReLUFFN, got {type(module).__name__}")
     if not isinstance(prefix, str):
         raise TypeError(f"prefix: expected a string, got {type(prefix).__name__}")
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"state_dict: expected a mapping from names to tensors, got {type(state_dict).__name__}")
     keys = {key.removeprefix(prefix) for key in state_dict if isinstance(key, str) and key.startswith(prefix)}
     where = f" under prefix {prefix!r}" if prefix else ""
     names, unused = _find_layers(keys, where)
-    parameters = dict(module.named_parameters())
+    parameters = _own_parameters(module)
     for name in parameters:
         if name not in names:
             raise KeyError(f"state_dict: expected a bias for {name}{where}, got none; make the module with bias=False")
@@ -191,12 +223,14 @@ def load_dense_state_dict(module: ReLUSquaredFFN | ReLUFFN, state_dict: Mapping[
             if t.layout != torch.strided or t.is_quantized:
                 kind = "a quantized one" if t.is_quantized else f"layout {t.layout}"
                 raise ValueError(f"{what}: expected a dense tensor, got {kind}")
-        if any(size > 1 and stride == 0 for size, stride in zip(parameters[name].shape, parameters[name].stride(), strict=False)):
-            raise ValueError(f"module's {name}: expected a memory location for each element, got an expanded tensor")
         expected, got = tuple(parameters[name].shape), tuple(state_dict[prefix + key].shape)
         if expected != got:
             hint = "; it looks transposed" if expected == got[::-1] else ""
             raise ValueError(f"{prefix + key}: expected shape {expected} for {name}, got {got}{hint}")
     with torch.no_grad():
-        for name, key in names.items():
-            parameters[name].copy_(state_dict[prefix + key])
+        # First to other memory: values may be those of the module itself, or of a kind that can't be copied.
+        values = {
+            name: torch.empty_like(parameters[name]).copy_(state_dict[prefix + key]) for name, key in names.items()
+        }
+        for name, value in values.items():
+            parameters[name].copy_(value)

@@ -3,6 +3,7 @@
 #include <ATen/autocast_mode.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/variable.h>
 #include <torch/library.h>
 
 #include <string>
@@ -30,52 +31,77 @@ struct Gradients {
   at::Tensor h, w2, b2;
 };
 
-// Is relu(h) column-major in eager mode? Its layout can choose the GEMM kernel, so the block's activation gets the
+// Is the activation of h column-major in eager mode? Its layout can choose the GEMM kernel, so the block's gets the
 // same. Only matrices come here with other layouts than contiguous. This is TensorIterator's rule: the dimension with
-// the smaller stride is the inner one, of equal strides the smaller dimension, and expanded ones decide nothing.
-bool gives_column_major(const at::Tensor& h) {
+// the smaller stride is the inner one, of equal strides the smaller dimension, and expanded ones decide nothing. relu's
+// result is what square sees, whose own has the usual strides if that was contiguous.
+bool gives_column_major(const at::Tensor& h, Activation activation) {
   if (h.dim() != 2 || h.is_contiguous()) return false;
   const c10::SymInt rows = h.sym_stride(0), columns = h.sym_stride(1);
   if (rows == 0 || columns == 0) return false;
+  if (activation == Activation::relu_squared && (h.sym_size(0) == 1 || h.sym_size(1) == 1)) return false;
   return rows < columns || (rows == columns && h.sym_size(0) < h.sym_size(1));
 }
 
+// What backward knows of forward beside tensors. Layouts are noted, as hooks may bring tensors back in others.
+struct LayerInfo {
+  std::string activation;
+  c10::SymInt d_ff;
+  bool column_major;      // the activation that forward multiplied
+  bool w2t_column_major;  // w2ᵀ, which it was multiplied with
+  bool need_h, need_w2, need_b2;
+};
+
+// May a tensor that nobody else holds be overwritten? Not where a dispatch mode may have kept it, as selective
+// activation checkpointing does. Those of the compiler itself work on a program, in which an overwritten tensor is one.
+bool may_overwrite() { return !c10::impl::TorchDispatchModeTLS::any_modes_set(/*skip_infra_modes=*/true); }
+
 // Gradients of y = activation(h) w2ᵀ + b2 from the lease of h. At most one wide tensor at a time beside what is
 // returned: the activation is gone before d loss / d activation is made, and that becomes d loss / d h in place.
-Gradients linear_backward(at::Tensor grad, const at::Tensor& lease, const at::Tensor& w2, const std::string& activation,
-                          bool column_major, bool need_h, bool need_w2, bool need_b2) {
-  const c10::SymInt d_ff = w2.sym_size(1);
+Gradients linear_backward(at::Tensor grad, const at::Tensor& lease, const at::Tensor& w2t, const LayerInfo& info) {
   std::vector<c10::SymInt> wide = grad.sym_sizes().vec();
-  wide.back() = d_ff;
+  const c10::SymInt d_out = wide.back();
+  wide.back() = info.d_ff;
   c10::SymInt tokens = 1;
   for (std::size_t i = 0; i + 1 < wide.size(); ++i) tokens = tokens * wide[i];
-  if (grad.dim() != 2)
-    grad = grad.reshape_symint({tokens, w2.sym_size(0)});  // a matrix stays as it is, as in eager mode
+  if (grad.dim() != 2) grad = grad.reshape_symint({tokens, d_out});  // a matrix stays as it is, as in eager mode
 
   Gradients g;
-  if (need_b2) g.b2 = grad.sum(0);
-  if (need_w2) {
-    std::vector<c10::SymInt> in_memory{tokens, d_ff};
-    if (column_major) std::swap(in_memory[0], in_memory[1]);
-    const at::Tensor a = ops::restore_activation(lease, in_memory, grad.scalar_type(), activation);
-    g.w2 = linear_weight_gradient(grad, column_major ? a.t() : a, w2);
+  if (info.need_b2) g.b2 = grad.sum(0);
+  if (info.need_w2) {
+    std::vector<c10::SymInt> in_memory{tokens, info.d_ff};
+    if (info.column_major) std::swap(in_memory[0], in_memory[1]);
+    const at::Tensor a = ops::restore_activation(lease, in_memory, grad.scalar_type(), info.activation);
+    g.w2 = linear_weight_gradient(grad, info.column_major ? a.t() : a, info.w2t_column_major);
   }
-  if (need_h) {
+  if (info.need_h) {
     // The layout of the activation that forward multiplied: a single element is both row- and column-major.
-    g.h = linear_input_gradient(grad, w2, column_major || (tokens == 1 && d_ff == 1)).reshape_symint(wide);
-    ops::activation_gradient_(column_major ? g.h.t() : g.h, lease, activation);
+    g.h = linear_input_gradient(grad, w2t, info.column_major || (tokens == 1 && info.d_ff == 1)).reshape_symint(wide);
+    if (!may_overwrite()) g.h = g.h.clone();
+    ops::activation_gradient_(info.column_major ? g.h.t() : g.h, lease, info.activation);
+    // As elementwise operators return it.
+    if (info.column_major && g.h.is_contiguous()) g.h = g.h.as_strided_symint(wide, {info.d_ff, 1});
   }
   return g;
 }
 
-// With create_graph, gradients of gradients would be wrong without this node: its backward says so. `h` stands for the
-// pre-activation, which is not there any more: it requires a gradient where the results depend on h and h does.
+// A tensor without elements in place of one that is not kept: in the graph it has the other's place, so that what is
+// computed from it leads to wherever the other came from.
+at::Tensor stand_in(const at::Tensor& t) {
+  namespace impl = torch::autograd::impl;
+  at::Tensor empty = at::empty({0});
+  if (t.requires_grad()) impl::set_gradient_edge(empty, impl::gradient_edge(t));
+  return empty;
+}
+
+// With create_graph, gradients of gradients would be wrong without this node: its backward says so. `h` and `w2` stand
+// for what the results depend on beside `grad`; their data is in the lease and in w2t.
 struct OnceDifferentiable : torch::autograd::Function<OnceDifferentiable> {
   static variable_list forward(AutogradContext*, const at::Tensor& grad, const at::Tensor& /*h*/,
-                               const at::Tensor& lease, const at::Tensor& w2, const std::string& activation,
-                               bool column_major, bool need_h, bool need_w2, bool need_b2) {
+                               const at::Tensor& /*w2*/, const at::Tensor& lease, const OptionalTensor& w2t,
+                               const LayerInfo& info) {
     at::AutoDispatchBelowADInplaceOrView guard;
-    Gradients g = linear_backward(grad, lease, w2, activation, column_major, need_h, need_w2, need_b2);
+    Gradients g = linear_backward(grad, lease, w2t.value_or(at::Tensor()), info);
     variable_list needed;  // outputs of a Function must be defined
     for (at::Tensor* t : {&g.h, &g.w2, &g.b2})
       if (t->defined()) needed.push_back(std::move(*t));
@@ -89,16 +115,15 @@ struct OnceDifferentiable : torch::autograd::Function<OnceDifferentiable> {
   }
 };
 
-// May a tensor that nobody else holds be overwritten? Not where a dispatch mode may have kept it, as selective
-// activation checkpointing does. Those of the compiler itself work on a program, in which an overwritten tensor is one.
-bool may_overwrite() { return !c10::impl::TorchDispatchModeTLS::any_modes_set(/*skip_infra_modes=*/true); }
-
 // y = activation(h) w2ᵀ + b2, keeping a lease of h. `overwrite`: h is ours and may become the activation.
 struct ActivationLinear : torch::autograd::Function<ActivationLinear> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& h, const at::Tensor& w2, const OptionalTensor& b2,
                             const std::string& activation, const std::string& codec, bool overwrite) {
+    // As eager mode saves it: the values of now, whatever w2.data is set to, with an error if they are overwritten.
+    // Made above the guard, where a view shares its base's version counter.
+    const at::Tensor w2t = h.requires_grad() ? w2.detach().t() : at::Tensor();
     at::AutoDispatchBelowADInplaceOrView guard;
-    const bool column_major = gives_column_major(h);
+    const bool column_major = gives_column_major(h, parse_activation(activation));
     at::Tensor a = column_major ? h.t() : h, lease;
     if (saved_tensors_may_be_copied()) {
       a = at::relu(a);
@@ -110,33 +135,42 @@ struct ActivationLinear : torch::autograd::Function<ActivationLinear> {
       std::tie(a, lease) = ops::compress_activation(a, activation, codec);
     if (column_major) a = a.t();
     ctx->set_materialize_grads(false);
-    // Without a gradient for h only the layout of w2 is wanted: its data may change until backward, as in eager mode.
-    ctx->save_for_backward({h.requires_grad() ? w2 : w2.variable_data(), lease});
+    ctx->save_for_backward({w2t, lease});
     ctx->saved_data["activation"] = activation;
+    ctx->saved_data["d_ff"] = w2.sym_size(1);
     ctx->saved_data["column_major"] = column_major;
+    ctx->saved_data["w2t_column_major"] = is_column_major(w2.t());
     ctx->saved_data["has_bias"] = b2.has_value();
+    ctx->saved_data["h"] = stand_in(h);
+    ctx->saved_data["w2"] = stand_in(w2);
     return at::linear(a, w2, b2);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     if (!grads[0].defined()) return variable_list(6);
     const auto saved = ctx->get_saved_variables();
-    const std::string activation = ctx->saved_data["activation"].toStringRef();
-    const bool column_major = ctx->saved_data["column_major"].toBool();
-    const bool need_h = ctx->needs_input_grad(0), need_w2 = ctx->needs_input_grad(1);
-    const bool need_b2 = ctx->saved_data["has_bias"].toBool() && ctx->needs_input_grad(2);
+    const at::Tensor &w2t = saved[0], &lease = saved[1];
+    const auto flag = [&](const char* name) { return ctx->saved_data[name].toBool(); };
+    const LayerInfo info{ctx->saved_data["activation"].toStringRef(),
+                         ctx->saved_data["d_ff"].toSymInt(),
+                         flag("column_major"),
+                         flag("w2t_column_major"),
+                         ctx->needs_input_grad(0),
+                         ctx->needs_input_grad(1),
+                         flag("has_bias") && ctx->needs_input_grad(2)};
     variable_list out(6);
     if (at::GradMode::is_enabled()) {
-      const bool depends_on_h = need_h && (need_w2 || parse_activation(activation) == Activation::relu_squared);
-      const at::Tensor h = at::empty({0}, grads[0].options()).requires_grad_(depends_on_h);
-      const variable_list g = OnceDifferentiable::apply(grads[0], h, saved[1], saved[0], activation, column_major,
-                                                        need_h, need_w2, need_b2);
+      // Plain relu's gradient for h alone is constant in h.
+      const bool depends_on_h = info.need_w2 || parse_activation(info.activation) == Activation::relu_squared;
+      const at::Tensor h = depends_on_h ? ctx->saved_data["h"].toTensor() : at::empty({0});
+      const variable_list g = OnceDifferentiable::apply(grads[0], h, ctx->saved_data["w2"].toTensor(), lease,
+                                                        w2t.defined() ? OptionalTensor(w2t) : std::nullopt, info);
       auto next = g.begin();
-      if (need_h) out[0] = *next++;
-      if (need_w2) out[1] = *next++;
-      if (need_b2) out[2] = *next++;
+      if (info.need_h) out[0] = *next++;
+      if (info.need_w2) out[1] = *next++;
+      if (info.need_b2) out[2] = *next++;
     } else {
-      Gradients g = linear_backward(grads[0], saved[1], saved[0], activation, column_major, need_h, need_w2, need_b2);
+      Gradients g = linear_backward(grads[0], lease, w2t, info);
       out[0] = std::move(g.h);
       out[1] = std::move(g.w2);
       out[2] = std::move(g.b2);

@@ -6,10 +6,10 @@
 
 namespace bitsparse {
 
-// y = x wᵀ for matrices x (tokens, in) and w (out, in): d loss / d w from d loss / d y.
-at::Tensor linear_weight_gradient(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& w);
+// y = x wt for matrices x (tokens, in) and wt (in, out), a transposed weight: d loss / d wtᵀ from d loss / d y.
+at::Tensor linear_weight_gradient(const at::Tensor& grad, const at::Tensor& x, bool wt_is_column_major);
 // d loss / d x, for an x with these strides.
-at::Tensor linear_input_gradient(const at::Tensor& grad, const at::Tensor& w, bool x_is_column_major);
+at::Tensor linear_input_gradient(const at::Tensor& grad, const at::Tensor& wt, bool x_is_column_major);
 bool is_column_major(const at::Tensor& matrix);
 
 }  // namespace bitsparse

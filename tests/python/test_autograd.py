@@ -27,6 +27,10 @@ import bitsparse
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 
+def as_is(x):
+    return x
+
+
 def stats(device):
     return bitsparse.memory_stats(device, synchronize=True)
 
@@ -161,15 +165,80 @@ def test_double_backward_is_a_clear_error(device, name):
         grad.sum().backward()
 
 
-def test_double_backward_through_frozen_weights_is_an_error(device):
-    """The gradient of a force: linear in the output, so that only the pre-activation makes it depend on x."""
+def hessian(f, t):
+    return torch.autograd.functional.hessian(lambda x: f(x, *t[1:]).sum(), t[0])
+
+
+def product_with_a_vector(f, t):
+    return torch.autograd.functional.hvp(lambda x: f(x, *t[1:]).sum(), t[0], torch.ones_like(t[0]))
+
+
+def penalty_on(first, second):
+    """The gradient of tensor `first`'s gradient with respect to tensor `second` alone."""
+
+    def penalty(f, t):
+        leaves = [each.detach().requires_grad_(i in (first, second)) for i, each in enumerate(t)]
+        (g,) = torch.autograd.grad(f(*leaves).sum(), leaves[first], create_graph=True)
+        return torch.autograd.grad(g.square().sum(), leaves[second], allow_unused=True)
+
+    return penalty
+
+
+SECOND_DERIVATIVES = {"hessian": hessian, "hvp": product_with_a_vector}
+SECOND_DERIVATIVES |= {
+    f"{a} by {b}": penalty_on(i, j)
+    for i, a in enumerate(("x", "w1", "b1", "w2"))
+    for j, b in enumerate(("x", "w1", "b1", "w2"))
+    if not i == j == 3  # the output is linear in w2
+}
+
+
+@pytest.mark.parametrize("way", SECOND_DERIVATIVES)
+def test_second_derivatives_by_any_way_are_errors(device, way):
+    """Also where autograd visits only what leads to the inputs it was asked for."""
+    tensors = ffn_arguments(device, torch.float32, tokens=(5,), d_in=4, d_ff=8, d_out=3)
+    with pytest.raises(NotImplementedError, match="double backward is not supported"):
+        SECOND_DERIVATIVES[way](bitsparse.relu_squared_ffn, tensors)
+
+
+def test_the_gradient_of_plain_relu_is_constant_in_x(device):
     x, w1, _, w2, _ = ffn_arguments(device, torch.float32)
     x.requires_grad_()
-    (force,) = torch.autograd.grad(bitsparse.relu_squared_ffn(x, w1, None, w2).sum(), x, create_graph=True)
-    with pytest.raises(NotImplementedError, match="double backward is not supported"):
-        force.square().sum().backward()
     (force,) = torch.autograd.grad(bitsparse.relu_ffn(x, w1, None, w2).sum(), x, create_graph=True)
-    assert not force.requires_grad, "constant where relu's mask is"
+    assert not force.requires_grad
+
+
+def test_data_of_weights_set_after_forward(device):
+    """Backward is that of the weights that forward used, as in eager mode."""
+    tensors = ffn_arguments(device, torch.float32)
+    gradients = []
+    for function in (dense_ffn, bitsparse.relu_squared_ffn):
+        leaves = as_leaves([t.clone() for t in tensors])
+        y = function(*leaves)
+        for leaf in leaves[1:]:
+            leaf.data = torch.zeros_like(leaf)
+        gradients.append(torch.autograd.grad(y.sum(), leaves))
+    for got, expected in zip(*reversed(gradients), strict=True):
+        assert_same_bits(got, expected)
+
+
+def test_hooks_that_change_layouts(device):
+    """A transposed weight comes back row-major."""
+
+    def copy(t):
+        return torch.empty(t.size(), dtype=t.dtype, device=t.device).copy_(t)
+
+    x, w1, b1, w2, b2 = ffn_arguments(device, torch.float32, d_ff=16, d_out=8)
+
+    def wrapped(function):
+        def call(*leaves):
+            with torch.autograd.graph.saved_tensors_hooks(copy, as_is):
+                return function(*leaves)
+
+        return call
+
+    tensors = [x, w1, b1, w2.t().contiguous().t(), b2]
+    assert_same_training(wrapped(bitsparse.relu_squared_ffn), wrapped(dense_ffn), tensors)
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
@@ -209,10 +278,6 @@ def test_no_gradient_arrives(device):
     assert gradients == run_backward(wrapped(dense_ffn), tensors)[1] == [None] * 5
 
 
-def as_is(x):
-    return x
-
-
 def spread_over_tokens(h):
     return h[:1].expand(70, -1)
 
@@ -237,16 +302,26 @@ def overlapping(h):
     return h.as_strided((70, 356), (1, 1))
 
 
+def one_token_of_columns(h):
+    return h.t().contiguous().t()[:1]
+
+
+def one_feature_of_columns(h):
+    return h.as_strided((70, 1), (2, 5))
+
+
 LAYOUTS = [as_is, spread_over_tokens, spread_over_features, every_other_column, column_major]
-LAYOUTS += [every_other_row_of_columns, overlapping]
+LAYOUTS += [every_other_row_of_columns, overlapping, one_token_of_columns, one_feature_of_columns]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
 def test_layouts_of_the_pre_activation(device, layout):
     for dtype in TRAINED:
         h = layout(randn(70, 356, seed=1, dtype=dtype, device=device))
-        w2 = randn(20, 356, seed=2, dtype=dtype, device=device)
+        w2 = randn(20, 2 * h.shape[1], seed=2, dtype=dtype, device=device)[:, ::2]
         assert_same_training(bitsparse.relu_squared_linear, dense_linear, [h, w2])
+        strides = [run_backward(f, [h, w2])[1] for f in (bitsparse.relu_squared_linear, dense_linear)]
+        assert [g.stride() for g in strides[0]] == [g.stride() for g in strides[1]]
 
 
 MATMULS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]

@@ -45,6 +45,35 @@ def test_arguments_and_repr():
         ReLUSquaredFFN(8, codec="zip")
 
 
+def test_load_from_the_module_itself():
+    module = ReLUSquaredFFN(8, bias=False)
+    fc, proj = module.fc.weight.detach().clone(), module.proj.weight.detach().clone()
+    load_dense_state_dict(module, {"fc.weight": module.proj.weight.t(), "proj.weight": module.fc.weight.t()})
+    assert_same_bits(module.fc.weight, proj.t())
+    assert_same_bits(module.proj.weight, fc.t())
+
+
+def test_parameters_that_cannot_be_loaded():
+    state = {"fc.weight": torch.ones(8, 8), "proj.weight": torch.ones(8, 8)}
+
+    def module():
+        return ReLUSquaredFFN(8, 8, bias=False)
+
+    tied, overlapping, computed = module(), module(), module()
+    tied.proj.weight = tied.fc.weight
+    overlapping.proj.weight = torch.nn.Parameter(torch.zeros(15).as_strided((8, 8), (1, 1)))
+    torch.nn.utils.parametrizations.weight_norm(computed.fc)
+    for wrong, message in (
+        (tied, "expected proj.weight to be a parameter of its own, got one that is shared"),
+        (overlapping, "expected proj.weight to be a tensor that can be written to, got overlapping memory"),
+        (computed, "expected fc.weight to be a parameter, got one that is computed from others"),
+    ):
+        before = wrong.fc.weight.detach().clone()
+        with pytest.raises(ValueError, match=message):
+            load_dense_state_dict(wrong, state)
+        assert_same_bits(wrong.fc.weight, before)
+
+
 class Adapter(torch.nn.Linear):
     def forward(self, x):
         return 2 * super().forward(x)
@@ -55,6 +84,12 @@ def test_layers_whose_forward_would_not_run_are_refused():
     for layer in (Adapter(8, 32), torch.nn.Sequential(module.fc)):
         with pytest.raises(TypeError, match=r"ReLUSquaredFFN: expected fc to be a torch.nn.Linear.*got (Adapter|Seq)"):
             module.fc = layer
+        with pytest.raises(TypeError, match=r"ReLUSquaredFFN: expected fc to be a torch.nn.Linear.*got (Adapter|Seq)"):
+            module.register_module("fc", layer)
+    with pytest.raises(TypeError, match=r"ReLUSquaredFFN: expected proj to be a torch.nn.Linear.*got NoneType"):
+        module.proj = None
+    with pytest.raises(TypeError, match="expected bias to be a bool, got str"):
+        ReLUSquaredFFN(8, bias="no")
     module.fc = torch.nn.Linear(8, 32)
     torch.nn.utils.parametrizations.weight_norm(module.fc)
     x = torch.randn(3, 8)
@@ -190,6 +225,8 @@ def test_values_that_cannot_be_loaded_change_nothing():
         load(module, {**state, "proj.weight": torch.zeros(8, 32).to_sparse()})
     with pytest.raises(ValueError, match=r"proj.bias: expected a dense tensor, got a quantized one"):
         load(module, {**state, "proj.bias": torch.quantize_per_tensor(torch.zeros(8), 1.0, 0, torch.qint8)})
+    with pytest.raises(TypeError, match=r"state_dict: expected a mapping from names to tensors, got Linear"):
+        load(module, torch.nn.Linear(2, 2))
     with pytest.raises(TypeError, match=r"module: expected a ReLUSquaredFFN or ReLUFFN, got Linear"):
         load(torch.nn.Linear(2, 2), state)
     assert all(torch.equal(p, before[name]) for name, p in module.named_parameters())
