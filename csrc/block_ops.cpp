@@ -87,10 +87,9 @@ Gradients linear_backward(at::Tensor grad, const at::Tensor& lease, const at::Te
 
 // A tensor without elements in place of one that is not kept: in the graph it has the other's place, so that what is
 // computed from it leads to wherever the other came from.
-at::Tensor stand_in(const at::Tensor& t) {
-  namespace impl = torch::autograd::impl;
+at::Tensor stand_in(const torch::autograd::Edge& edge) {
   at::Tensor empty = at::empty({0});
-  if (t.requires_grad()) impl::set_gradient_edge(empty, impl::gradient_edge(t));
+  if (edge.is_valid()) torch::autograd::impl::set_gradient_edge(empty, edge);
   return empty;
 }
 
@@ -141,8 +140,6 @@ struct ActivationLinear : torch::autograd::Function<ActivationLinear> {
     ctx->saved_data["column_major"] = column_major;
     ctx->saved_data["w2t_column_major"] = is_column_major(w2.t());
     ctx->saved_data["has_bias"] = b2.has_value();
-    ctx->saved_data["h"] = stand_in(h);
-    ctx->saved_data["w2"] = stand_in(w2);
     return at::linear(a, w2, b2);
   }
 
@@ -160,10 +157,12 @@ struct ActivationLinear : torch::autograd::Function<ActivationLinear> {
                          flag("has_bias") && ctx->needs_input_grad(2)};
     variable_list out(6);
     if (at::GradMode::is_enabled()) {
+      const auto node = torch::autograd::get_current_node();  // this one, whose inputs are h, w2 and b2
+      TORCH_INTERNAL_ASSERT(node && node->num_outputs() >= 2, "bitsparse: backward outside of autograd");
       // Plain relu's gradient for h alone is constant in h.
       const bool depends_on_h = info.need_w2 || parse_activation(info.activation) == Activation::relu_squared;
-      const at::Tensor h = depends_on_h ? ctx->saved_data["h"].toTensor() : at::empty({0});
-      const variable_list g = OnceDifferentiable::apply(grads[0], h, ctx->saved_data["w2"].toTensor(), lease,
+      const at::Tensor h = depends_on_h ? stand_in(node->next_edge(0)) : at::empty({0});
+      const variable_list g = OnceDifferentiable::apply(grads[0], h, stand_in(node->next_edge(1)), lease,
                                                         w2t.defined() ? OptionalTensor(w2t) : std::nullopt, info);
       auto next = g.begin();
       if (info.need_h) out[0] = *next++;
