@@ -97,15 +97,6 @@ def test_dropped_graph_returns_its_space(device):
         assert (stats(device)["live_leases"], stats(device)["in_use"]) == (0, 0)
 
 
-def test_a_long_graph_is_dropped_without_recursion(device):
-    w1, w2 = (randn(*size, seed=1, dtype=torch.float32, device=device).requires_grad_() for size in ((8, 4), (4, 8)))
-    y = torch.ones(2, 4, device=device)
-    for _ in range(10_000):
-        y = 0.1 * y + 0.01 * bitsparse.relu_squared_ffn(y, w1, None, w2)
-    del y
-    assert stats(device)["live_leases"] == 0
-
-
 @pytest.mark.parametrize("dtype", TRAINED, ids=str)
 def test_retain_graph(device, dtype):
     tensors = ffn_arguments(device, dtype)

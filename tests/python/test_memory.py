@@ -154,3 +154,13 @@ def test_deep_model_fits_in_less_memory_than_dense():
         return torch.cuda.max_memory_allocated() - start
 
     assert peak(bitsparse.relu_squared_ffn) < 0.6 * peak(dense_ffn)
+
+
+def test_a_long_graph_is_dropped_without_recursion():
+    """On a CPU only: what is seen is the graph."""
+    w1, w2 = (randn(*size, seed=1, dtype=torch.float32, device="cpu").requires_grad_() for size in ((8, 4), (4, 8)))
+    y = torch.ones(2, 4)
+    for _ in range(10_000):
+        y = 0.1 * y + 0.01 * bitsparse.relu_squared_ffn(y, w1, None, w2)
+    del y
+    assert bitsparse.memory_stats("cpu")["live_leases"] == 0
