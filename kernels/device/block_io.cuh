@@ -46,7 +46,7 @@ __device__ __forceinline__ Alignment alignment_of(const void* base, std::int64_t
   return {offset, first + BlockLayout<Bytes>::kBlockElements + past_block <= numel};
 }
 
-// Four words from byte `from`, 0 to 15, of two neighbouring chunks on, and the word after them.
+// Four words of two neighbouring chunks, from the one numbered `word` (0 to 3) on, and the word after them.
 __device__ __forceinline__ void window(const std::uint32_t (&chunks)[8], std::uint32_t word, std::uint32_t (&five)[5]) {
   std::uint32_t six[6];
 #pragma unroll
