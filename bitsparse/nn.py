@@ -44,12 +44,13 @@ class _FFN(torch.nn.Module):
 
     # Another layer's forward would not run: an adapter, for one, would silently do nothing.
     def _check_layer(self, name: str, value: object) -> None:
-        linear = torch.nn.Linear
-        same = isinstance(value, linear) and type(value).forward is linear.forward
-        if name in ("fc", "proj") and not (same and type(value).__call__ is linear.__call__):
+        if name not in ("fc", "proj"):
+            return
+        linear, kind = torch.nn.Linear, type(value)
+        if not issubclass(kind, linear) or (kind.forward, kind.__call__) != (linear.forward, linear.__call__):
             raise TypeError(
                 f"bitsparse: {type(self).__name__}: expected {name} to be a torch.nn.Linear, whose weight and bias are "
-                f"all that is used, got {type(value).__name__}"
+                f"all that is used, got {kind.__name__}"
             )
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -152,6 +153,14 @@ def _find_layers(keys: set[str], where: str) -> tuple[dict[str, str], set[str]]:
     return names, keys - set(names.values())
 
 
+def _check_dense(what: str, t: Tensor) -> None:
+    if t.is_meta:
+        raise ValueError(f"{what}: expected a tensor with data, got one on the meta device")
+    if t.is_quantized or t.layout != torch.strided:
+        got = "a quantized one" if t.is_quantized else f"layout {t.layout}"
+        raise ValueError(f"{what}: expected a dense tensor, got {got}")
+
+
 def _own_parameters(module: _FFN) -> dict[str, torch.nn.Parameter]:
     """By name; raises for what could not be overwritten."""
     found: dict[str, torch.nn.Parameter] = {}
@@ -164,10 +173,13 @@ def _own_parameters(module: _FFN) -> dict[str, torch.nn.Parameter]:
             raise ValueError(f"module: expected {name} to be a parameter, got one that is computed from others")
         if any(parameter is other for other in found.values()):
             raise ValueError(f"module: expected {name} to be a parameter of its own, got one that is shared")
+        _check_dense(f"module's {name}", parameter)
+        writable = f"module: expected {name} to be a tensor that can be written to, got"
+        if parameter.is_inference():
+            raise ValueError(f"{writable} an inference tensor")
         reach = 1 + sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
-        if reach < parameter.numel() or parameter.is_inference():
-            kind = "overlapping memory" if reach < parameter.numel() else "an inference tensor"
-            raise ValueError(f"module: expected {name} to be a tensor that can be written to, got {kind}")
+        if reach < parameter.numel():
+            raise ValueError(f"{writable} overlapping memory")
         found[name] = parameter
     return found
 
@@ -217,12 +229,7 @@ def load_dense_state_dict(module: ReLUSquaredFFN | ReLUFFN, state_dict: Mapping[
         if not isinstance(value, Tensor) or value.is_complex():
             kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
             raise TypeError(f"{prefix + key}: expected a real tensor, got {kind}")
-        for what, t in ((prefix + key, value), (f"module's {name}", parameters[name])):
-            if t.is_meta:
-                raise ValueError(f"{what}: expected a tensor with data, got one on the meta device")
-            if t.layout != torch.strided or t.is_quantized:
-                kind = "a quantized one" if t.is_quantized else f"layout {t.layout}"
-                raise ValueError(f"{what}: expected a dense tensor, got {kind}")
+        _check_dense(prefix + key, value)
         expected, got = tuple(parameters[name].shape), tuple(state_dict[prefix + key].shape)
         if expected != got:
             hint = "; it looks transposed" if expected == got[::-1] else ""

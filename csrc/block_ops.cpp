@@ -120,7 +120,7 @@ struct ActivationLinear : torch::autograd::Function<ActivationLinear> {
                             const std::string& activation, const std::string& codec, bool overwrite) {
     // As eager mode saves it: the values of now, whatever w2.data is set to, with an error if they are overwritten.
     // Made above the guard, where a view shares its base's version counter.
-    const at::Tensor w2t = h.requires_grad() ? w2.detach().t() : at::Tensor();
+    const at::Tensor w2t = w2.detach().t();
     at::AutoDispatchBelowADInplaceOrView guard;
     const bool column_major = gives_column_major(h, parse_activation(activation));
     at::Tensor a = column_major ? h.t() : h, lease;
@@ -134,11 +134,11 @@ struct ActivationLinear : torch::autograd::Function<ActivationLinear> {
       std::tie(a, lease) = ops::compress_activation(a, activation, codec);
     if (column_major) a = a.t();
     ctx->set_materialize_grads(false);
-    ctx->save_for_backward({w2t, lease});
+    ctx->save_for_backward({h.requires_grad() ? w2t : at::Tensor(), lease});
     ctx->saved_data["activation"] = activation;
     ctx->saved_data["d_ff"] = w2.sym_size(1);
     ctx->saved_data["column_major"] = column_major;
-    ctx->saved_data["w2t_column_major"] = is_column_major(w2.t());
+    ctx->saved_data["w2t_column_major"] = is_column_major(w2t);
     ctx->saved_data["has_bias"] = b2.has_value();
     return at::linear(a, w2, b2);
   }

@@ -5,24 +5,26 @@
 namespace bitsparse {
 namespace {
 
-void check_activation_dtype(const char* op, const char* name, const at::Tensor& t) {
+void check_strided(const char* op, const char* name, const at::Tensor& t) {
   TORCH_CHECK_TYPE(t.defined(), "bitsparse::", op, ": expected ", name, " to be a tensor, got None");
   TORCH_CHECK_VALUE(!t.is_nested(), "bitsparse::", op, ": expected ", name,
                     " to be a strided tensor, got a nested one");
+  TORCH_CHECK_VALUE(t.layout() == at::kStrided, "bitsparse::", op, ": expected ", name,
+                    " to be a strided tensor, got layout ", t.layout());
+}
+
+void check_activation_dtype(const char* op, const char* name, const at::Tensor& t) {
+  check_strided(op, name, t);
   const auto type = t.scalar_type();
   TORCH_CHECK_TYPE(type == at::kBFloat16 || type == at::kHalf || type == at::kFloat, "bitsparse::", op, ": expected ",
                    name, " to have dtype bfloat16, float16 or float32, got ", type);
   TORCH_CHECK_VALUE(t.is_cpu() || t.is_cuda() || t.is_meta(), "bitsparse::", op, ": expected ", name,
                     " to be on cpu or cuda, got ", t.device());
-  TORCH_CHECK_VALUE(t.layout() == at::kStrided, "bitsparse::", op, ": expected ", name,
-                    " to be a strided tensor, got layout ", t.layout());
 }
 
 void check_like(const char* op, const char* name, const at::Tensor& t, const char* reference_name,
                 const at::Tensor& reference) {
-  TORCH_CHECK_TYPE(t.defined(), "bitsparse::", op, ": expected ", name, " to be a tensor, got None");
-  TORCH_CHECK_VALUE(t.layout() == at::kStrided && !t.is_nested(), "bitsparse::", op, ": expected ", name,
-                    " to be a strided tensor, got ", t.toString());
+  check_strided(op, name, t);
   TORCH_CHECK_TYPE(t.scalar_type() == reference.scalar_type(), "bitsparse::", op, ": expected ", name,
                    " to have the dtype of ", reference_name, " (", reference.scalar_type(), "), got ", t.scalar_type());
   TORCH_CHECK_VALUE(t.device() == reference.device(), "bitsparse::", op, ": expected ", name,

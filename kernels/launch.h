@@ -56,7 +56,7 @@ constexpr std::uint64_t kPageSpilled = 2;  // the page belongs to the spill regi
 constexpr std::uint64_t kPageFlagMask = std::uint64_t{15} << kGenerationShift | 15;
 
 // What outlives a compress kernel beside the page table: the next one on the same memory starts from it, holding the
-// pages. All zero for a lease without pages.
+// pages. All zero where no lease has been, or the last one was released.
 struct LeaseControl {
   unsigned long long cursor;    // units reserved | tiles reserved << kCursorTileShift | generation << kGenerationShift
   unsigned long long units;     // of the last finished launch: the page table has entries for as many and no others
