@@ -28,7 +28,7 @@ using torch::autograd::variable_list;
 using OptionalTensor = std::optional<at::Tensor>;
 
 struct Gradients {
-  at::Tensor h, w2, b2;
+  at::Tensor h, w2, b2, b1;
 };
 
 // Is the activation of h column-major in eager mode? Its layout can choose the GEMM kernel, so the block's gets the
@@ -49,7 +49,7 @@ struct LayerInfo {
   c10::SymInt d_ff;
   bool column_major;      // the activation that forward multiplied
   bool w2t_column_major;  // w2ᵀ, which it was multiplied with
-  bool need_h, need_w2, need_b2;
+  bool need_h, need_w2, need_b2, need_b1;
 };
 
 // May a tensor that nobody else holds be overwritten? Not where a dispatch mode may have kept it, as selective
@@ -74,13 +74,15 @@ Gradients linear_backward(at::Tensor grad, const at::Tensor& lease, const at::Te
     const at::Tensor a = ops::restore_activation(lease, in_memory, grad.scalar_type(), info.activation);
     g.w2 = linear_weight_gradient(grad, info.column_major ? a.t() : a, info.w2t_column_major);
   }
-  if (info.need_h) {
+  if (info.need_h || info.need_b1) {
     // The layout of the activation that forward multiplied: a single element is both row- and column-major.
-    g.h = linear_input_gradient(grad, w2t, info.column_major || (tokens == 1 && info.d_ff == 1)).reshape_symint(wide);
-    if (!may_overwrite()) g.h = g.h.clone();
-    ops::activation_gradient_(info.column_major ? g.h.t() : g.h, lease, info.activation);
+    at::Tensor h = linear_input_gradient(grad, w2t, info.column_major || (tokens == 1 && info.d_ff == 1));
+    if (!may_overwrite()) h = h.clone();
+    ops::activation_gradient_(info.column_major ? h.t() : h, lease, info.activation);
+    if (info.need_b1) g.b1 = h.sum(0);
+    if (info.need_h) g.h = h.reshape_symint(wide);
     // As elementwise operators return it.
-    if (info.column_major && g.h.is_contiguous()) g.h = g.h.as_strided_symint(wide, {info.d_ff, 1});
+    if (info.need_h && info.column_major && g.h.is_contiguous()) g.h = g.h.as_strided_symint(wide, {info.d_ff, 1});
   }
   return g;
 }
@@ -93,16 +95,16 @@ at::Tensor stand_in(const torch::autograd::Edge& edge) {
   return empty;
 }
 
-// With create_graph, gradients of gradients would be wrong without this node: its backward says so. `h` and `w2` stand
-// for what the results depend on beside `grad`; their data is in the lease and in w2t.
+// With create_graph, gradients of gradients would be wrong without this node: its backward says so. `h`, `w2` and `b1`
+// stand for what the results depend on beside `grad`; their data is in the lease and in w2t.
 struct OnceDifferentiable : torch::autograd::Function<OnceDifferentiable> {
   static variable_list forward(AutogradContext*, const at::Tensor& grad, const at::Tensor& /*h*/,
-                               const at::Tensor& /*w2*/, const at::Tensor& lease, const OptionalTensor& w2t,
-                               const LayerInfo& info) {
+                               const at::Tensor& /*w2*/, const at::Tensor& /*b1*/, const at::Tensor& lease,
+                               const OptionalTensor& w2t, const LayerInfo& info) {
     at::AutoDispatchBelowADInplaceOrView guard;
     Gradients g = linear_backward(grad, lease, w2t.value_or(at::Tensor()), info);
     variable_list needed;  // outputs of a Function must be defined
-    for (at::Tensor* t : {&g.h, &g.w2, &g.b2})
+    for (at::Tensor* t : {&g.h, &g.w2, &g.b2, &g.b1})
       if (t->defined()) needed.push_back(std::move(*t));
     return needed;
   }
@@ -114,10 +116,13 @@ struct OnceDifferentiable : torch::autograd::Function<OnceDifferentiable> {
   }
 };
 
-// y = activation(h) w2ᵀ + b2, keeping a lease of h. `overwrite`: h is ours and may become the activation.
+// y = activation(h) w2ᵀ + b2, keeping a lease of h. `overwrite`: h is ours and may become the activation. `b1`: a bias
+// that h contains without autograd's knowledge. Its gradient is made here, as the sum, for which PyTorch can allocate
+// a hundred MiB, is best done before the first layer's gradients are there.
 struct ActivationLinear : torch::autograd::Function<ActivationLinear> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& h, const at::Tensor& w2, const OptionalTensor& b2,
-                            const std::string& activation, const std::string& codec, bool overwrite) {
+                            const OptionalTensor& b1, const std::string& activation, const std::string& codec,
+                            bool overwrite) {
     // As eager mode saves it: the values of now, whatever w2.data is set to, with an error if they are overwritten.
     // Made above the guard, where a view shares its base's version counter.
     const at::Tensor w2t = w2.detach().t();
@@ -134,45 +139,51 @@ struct ActivationLinear : torch::autograd::Function<ActivationLinear> {
       std::tie(a, lease) = ops::compress_activation(a, activation, codec);
     if (column_major) a = a.t();
     ctx->set_materialize_grads(false);
-    ctx->save_for_backward({h.requires_grad() ? w2t : at::Tensor(), lease});
+    ctx->save_for_backward({h.requires_grad() || b1 ? w2t : at::Tensor(), lease});
     ctx->saved_data["activation"] = activation;
     ctx->saved_data["d_ff"] = w2.sym_size(1);
     ctx->saved_data["column_major"] = column_major;
     ctx->saved_data["w2t_column_major"] = is_column_major(w2t);
-    ctx->saved_data["has_bias"] = b2.has_value();
+    ctx->saved_data["has_b2"] = b2.has_value();
+    ctx->saved_data["has_b1"] = b1.has_value();
     return at::linear(a, w2, b2);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    if (!grads[0].defined()) return variable_list(6);
+    if (!grads[0].defined()) return variable_list(7);
     const auto saved = ctx->get_saved_variables();
     const at::Tensor &w2t = saved[0], &lease = saved[1];
     const auto flag = [&](const char* name) { return ctx->saved_data[name].toBool(); };
+    const std::size_t b1_edge = flag("has_b2") ? 3 : 2;  // biases that are not there have none
     const LayerInfo info{ctx->saved_data["activation"].toStringRef(),
                          ctx->saved_data["d_ff"].toSymInt(),
                          flag("column_major"),
                          flag("w2t_column_major"),
                          ctx->needs_input_grad(0),
                          ctx->needs_input_grad(1),
-                         flag("has_bias") && ctx->needs_input_grad(2)};
-    variable_list out(6);
+                         flag("has_b2") && ctx->needs_input_grad(2),
+                         flag("has_b1") && ctx->needs_input_grad(b1_edge)};
+    variable_list out(7);
     if (at::GradMode::is_enabled()) {
-      const auto node = torch::autograd::get_current_node();  // this one, whose inputs are h, w2 and b2
+      const auto node = torch::autograd::get_current_node();  // this one, whose inputs are h, w2 and biases
       TORCH_INTERNAL_ASSERT(node && node->num_outputs() >= 2, "bitsparse: backward outside of autograd");
-      // Plain relu's gradient for h alone is constant in h.
+      // Plain relu's gradient for h alone is constant in h, which depends on b1.
       const bool depends_on_h = info.need_w2 || parse_activation(info.activation) == Activation::relu_squared;
       const at::Tensor h = depends_on_h ? stand_in(node->next_edge(0)) : at::empty({0});
-      const variable_list g = OnceDifferentiable::apply(grads[0], h, stand_in(node->next_edge(1)), lease,
+      const at::Tensor b1 = depends_on_h && flag("has_b1") ? stand_in(node->next_edge(b1_edge)) : at::empty({0});
+      const variable_list g = OnceDifferentiable::apply(grads[0], h, stand_in(node->next_edge(1)), b1, lease,
                                                         w2t.defined() ? OptionalTensor(w2t) : std::nullopt, info);
       auto next = g.begin();
       if (info.need_h) out[0] = *next++;
       if (info.need_w2) out[1] = *next++;
       if (info.need_b2) out[2] = *next++;
+      if (info.need_b1) out[3] = *next++;
     } else {
       Gradients g = linear_backward(grads[0], lease, w2t, info);
       out[0] = std::move(g.h);
       out[1] = std::move(g.w2);
       out[2] = std::move(g.b2);
+      out[3] = std::move(g.b1);
     }
     return out;
   }
@@ -186,12 +197,16 @@ at::Tensor dense_linear(at::Tensor h, const at::Tensor& w2, const OptionalTensor
 
 bool requires_grad(const at::Tensor& t) { return t.requires_grad(); }
 
-// A lease pays where backward needs the activation. A vector has nothing to save and other matrix products. With more
-// than two dimensions, eager mode chooses its matrix products and the sum for b2's gradient by the layout of h and b2:
-// other layouts than contiguous stay dense, so as to be equal by construction.
+// With more than two dimensions, eager mode chooses its matrix products and the sum for a bias's gradient by layouts:
+// contiguous ones are treated as matrices are.
+bool is_as_matrix(const at::Tensor& x, const OptionalTensor& bias) {
+  return x.dim() == 2 || (x.dim() > 2 && x.is_contiguous() && (!bias || bias->is_contiguous()));
+}
+
+// A lease pays where backward needs the activation. A vector has nothing to save and other matrix products; it and what
+// is not as a matrix stay dense, so as to be equal by construction.
 bool keeps_lease(const at::Tensor& h, const at::Tensor& w2, const OptionalTensor& b2) {
-  if (!at::GradMode::is_enabled() || !(requires_grad(h) || requires_grad(w2))) return false;
-  return h.dim() == 2 || (h.dim() > 2 && h.is_contiguous() && (!b2 || b2->is_contiguous()));
+  return at::GradMode::is_enabled() && (requires_grad(h) || requires_grad(w2)) && is_as_matrix(h, b2);
 }
 
 template <Activation A>
@@ -200,7 +215,8 @@ at::Tensor linear_autograd(const at::Tensor& h, const at::Tensor& w2, const Opti
   check_linear(A == Activation::relu ? "relu_linear" : "relu_squared_linear", h, w2, b2);
   parse_codec(codec);
   if (!keeps_lease(h, w2, b2)) return dense_linear(h, w2, b2, A);
-  return ActivationLinear::apply(h, w2, b2, std::string(activation_name(A)), std::string(codec), /*overwrite=*/false);
+  return ActivationLinear::apply(h, w2, b2, std::nullopt, std::string(activation_name(A)), std::string(codec),
+                                 /*overwrite=*/false);
 }
 
 template <Activation A>
@@ -209,10 +225,13 @@ at::Tensor ffn_autograd(const at::Tensor& x, const at::Tensor& w1, const Optiona
   check_ffn(A == Activation::relu ? "relu_ffn" : "relu_squared_ffn", x, w1, b1, w2, b2);
   parse_codec(codec);
   // The first layer is autograd's own: what it saves (x and w1) is what a block of one piece would save, and its
-  // gradients are the dense ones by construction.
-  at::Tensor h = at::linear(x, w1, b1);
-  if (!keeps_lease(h, w2, b2)) return dense_linear(std::move(h), w2, b2, A);
-  return ActivationLinear::apply(h, w2, b2, std::string(activation_name(A)), std::string(codec), may_overwrite());
+  // gradients are the dense ones by construction: all but its bias's.
+  const bool own_b1 =
+      at::GradMode::is_enabled() && b1 && requires_grad(*b1) && is_as_matrix(x, b1) && is_as_matrix(x, b2);
+  at::Tensor h = at::linear(x, w1, own_b1 ? OptionalTensor(b1->detach()) : b1);
+  if (!own_b1 && !keeps_lease(h, w2, b2)) return dense_linear(std::move(h), w2, b2, A);
+  return ActivationLinear::apply(h, w2, b2, own_b1 ? b1 : std::nullopt, std::string(activation_name(A)),
+                                 std::string(codec), may_overwrite());
 }
 
 // Below autograd nothing is saved.
