@@ -28,17 +28,20 @@ class _FFN(torch.nn.Module):
         d_ff: int | None = None,
         bias: bool = True,
         codec: str = "tight",
+        fused: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(bias, bool):
             raise TypeError(f"bitsparse: expected bias to be a bool, got {type(bias).__name__}")
+        if not isinstance(fused, bool):
+            raise TypeError(f"bitsparse: expected fused to be a bool, got {type(fused).__name__}")
         if codec not in CODECS:
             raise ValueError(f"bitsparse: expected codec to be 'raw', 'signless' or 'tight', got {codec!r}")
         self.d_model = _size("d_model", d_model)
         self.d_ff = 4 * d_model if d_ff is None else _size("d_ff", d_ff)
-        self.codec = codec
+        self.codec, self.fused = codec, fused
         self.fc = torch.nn.Linear(self.d_model, self.d_ff, bias=bias, device=device, dtype=dtype)
         self.proj = torch.nn.Linear(self.d_ff, self.d_model, bias=bias, device=device, dtype=dtype)
 
@@ -69,8 +72,11 @@ class _FFN(torch.nn.Module):
                 f"bitsparse: {type(self).__name__}: expected x to have shape (*, {self.d_model}), got {list(x.shape)}"
             )
 
+    def _weights(self) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+        return self.fc.weight, self.fc.bias, self.proj.weight, self.proj.bias
+
     def extra_repr(self) -> str:
-        return f"d_model={self.d_model}, d_ff={self.d_ff}, codec={self.codec!r}"
+        return f"d_model={self.d_model}, d_ff={self.d_ff}, codec={self.codec!r}, fused={self.fused}"
 
 
 class ReLUSquaredFFN(_FFN):
@@ -89,12 +95,13 @@ class ReLUSquaredFFN(_FFN):
         d_ff: width inside; 4 * d_model when None.
         bias: whether both layers have a bias.
         codec: "raw", "signless" or "tight".
+        fused: as for :func:`bitsparse.relu_squared_ffn`; not exact.
         device, dtype: of the parameters, as for ``torch.nn.Linear``.
     """
 
     def forward(self, x: Tensor) -> Tensor:
         self._check(x)
-        return relu_squared_ffn(x, self.fc.weight, self.fc.bias, self.proj.weight, self.proj.bias, codec=self.codec)
+        return relu_squared_ffn(x, *self._weights(), codec=self.codec, fused=self.fused)
 
 
 class ReLUFFN(_FFN):
@@ -102,7 +109,7 @@ class ReLUFFN(_FFN):
 
     def forward(self, x: Tensor) -> Tensor:
         self._check(x)
-        return relu_ffn(x, self.fc.weight, self.fc.bias, self.proj.weight, self.proj.bias, codec=self.codec)
+        return relu_ffn(x, *self._weights(), codec=self.codec, fused=self.fused)
 
 
 # Names that dense blocks give their first and second layer.

@@ -2,6 +2,7 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/linear.h>
 #include <torch/library.h>
 
 #include "activation.h"
@@ -44,6 +45,19 @@ std::tuple<at::Tensor, at::Tensor> compress_copy(const at::Tensor& h, std::strin
   return {out, lease};
 }
 
+// activation(x wᵀ + bias) and a lease of x wᵀ + bias, for matrices: in one kernel where there is one.
+std::tuple<at::Tensor, at::Tensor> linear_compress(const at::Tensor& x, const at::Tensor& w,
+                                                   const std::optional<at::Tensor>& bias, std::string_view activation,
+                                                   std::string_view codec) {
+  at::Tensor out = at::empty({x.size(0), w.size(0)}, x.options());
+  std::optional<at::Tensor> lease = current_arena(x.device())->linear_compress(x, w, bias, out, parse_codec(codec),
+                                                                               parse_activation(activation));
+  if (lease) return {out, *lease};
+  out = at::linear(x, w, bias);
+  lease = compress_in_place(out, activation, codec);
+  return {out, *lease};
+}
+
 // What the blocks save while saved-tensor hooks are active: relu(h) as a packed tensor. It has more bytes than any
 // handle.
 bool is_packed(const at::Tensor& saved) {
@@ -83,6 +97,11 @@ at::Tensor compress_in_place_meta(at::Tensor& h, std::string_view, std::string_v
 std::tuple<at::Tensor, at::Tensor> compress_copy_meta(const at::Tensor& h, std::string_view, std::string_view) {
   return {at::empty_symint(h.sym_sizes(), h.options()), meta_handle(h)};
 }
+std::tuple<at::Tensor, at::Tensor> linear_compress_meta(const at::Tensor& x, const at::Tensor& w,
+                                                        const std::optional<at::Tensor>&, std::string_view,
+                                                        std::string_view) {
+  return {at::empty_symint({x.sym_size(0), w.sym_size(0)}, x.options()), meta_handle(x)};
+}
 at::Tensor restore_meta(const at::Tensor& handle, c10::SymIntArrayRef size, at::ScalarType dtype, std::string_view) {
   return at::empty_symint(size, handle.options().dtype(dtype));
 }
@@ -91,6 +110,7 @@ void gradient_meta(at::Tensor&, const at::Tensor&, std::string_view) {}
 void register_backend(torch::Library& m) {
   m.impl("_compress_activation_", compress_in_place);
   m.impl("_compress_activation", compress_copy);
+  m.impl("_linear_compress", linear_compress);
   m.impl("_restore_activation", restore);
   m.impl("_activation_gradient_", apply_gradient);
 }
@@ -102,6 +122,7 @@ TORCH_LIBRARY_IMPL(bitsparse, CUDA, m) { register_backend(m); }
 TORCH_LIBRARY_IMPL(bitsparse, Meta, m) {
   m.impl("_compress_activation_", compress_in_place_meta);
   m.impl("_compress_activation", compress_copy_meta);
+  m.impl("_linear_compress", linear_compress_meta);
   m.impl("_restore_activation", restore_meta);
   m.impl("_activation_gradient_", gradient_meta);
 }
@@ -120,6 +141,16 @@ std::tuple<at::Tensor, at::Tensor> compress_activation(const at::Tensor& h, std:
       typed_operator<std::tuple<at::Tensor, at::Tensor>(const at::Tensor&, std::string_view, std::string_view)>(
           "bitsparse::_compress_activation");
   return op.call(h, activation, codec);
+}
+
+std::tuple<at::Tensor, at::Tensor> linear_compress(const at::Tensor& x, const at::Tensor& w,
+                                                   const std::optional<at::Tensor>& bias, std::string_view activation,
+                                                   std::string_view codec) {
+  static const auto op =
+      typed_operator<std::tuple<at::Tensor, at::Tensor>(const at::Tensor&, const at::Tensor&,
+                                                        const std::optional<at::Tensor>&, std::string_view,
+                                                        std::string_view)>("bitsparse::_linear_compress");
+  return op.call(x, w, bias, activation, codec);
 }
 
 at::Tensor restore_activation(const at::Tensor& lease, c10::SymIntArrayRef size, at::ScalarType dtype,

@@ -57,6 +57,11 @@ void check_options(const ArenaOptions& options) {
 
 }  // namespace
 
+std::optional<at::Tensor> Arena::linear_compress(const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,
+                                                 const at::Tensor&, Codec, Activation) {
+  return std::nullopt;
+}
+
 std::shared_ptr<Arena> Arena::create(c10::Device device, const ArenaOptions& options) {
   check_options(options);
   device = with_index(device);

@@ -95,12 +95,13 @@ at::Tensor stand_in(const torch::autograd::Edge& edge) {
   return empty;
 }
 
-// With create_graph, gradients of gradients would be wrong without this node: its backward says so. `h`, `w2` and `b1`
-// stand for what the results depend on beside `grad`; their data is in the lease and in w2t.
+// With create_graph, gradients of gradients would be wrong without this node: its backward says so. The tensors after
+// `grad` stand for what the results depend on beside it: w2, and h or what it was computed from. Their data is in the
+// lease and in w2t.
 struct OnceDifferentiable : torch::autograd::Function<OnceDifferentiable> {
-  static variable_list forward(AutogradContext*, const at::Tensor& grad, const at::Tensor& /*h*/,
-                               const at::Tensor& /*w2*/, const at::Tensor& /*b1*/, const at::Tensor& lease,
-                               const OptionalTensor& w2t, const LayerInfo& info) {
+  static variable_list forward(AutogradContext*, const at::Tensor& grad, const at::Tensor& /*w2*/, const at::Tensor&,
+                               const at::Tensor&, const at::Tensor&, const at::Tensor& lease, const OptionalTensor& w2t,
+                               const LayerInfo& info) {
     at::AutoDispatchBelowADInplaceOrView guard;
     Gradients g = linear_backward(grad, lease, w2t.value_or(at::Tensor()), info);
     variable_list needed;  // outputs of a Function must be defined
@@ -115,6 +116,28 @@ struct OnceDifferentiable : torch::autograd::Function<OnceDifferentiable> {
         "dense block for losses that need gradients of gradients");
   }
 };
+
+// linear_backward where backward itself is to be differentiated: `from` are the edges of what h was computed from, at
+// most three.
+Gradients differentiable_backward(const at::Tensor& grad, const at::Tensor& lease, const at::Tensor& w2t,
+                                  const LayerInfo& info, const torch::autograd::Edge& w2,
+                                  const std::vector<torch::autograd::Edge>& from) {
+  // Plain relu's gradient for h alone is constant in h.
+  const bool depends_on_h = info.need_w2 || parse_activation(info.activation) == Activation::relu_squared;
+  const auto of_h = [&](std::size_t i) {
+    return depends_on_h && i < from.size() ? stand_in(from[i]) : at::empty({0});
+  };
+  const variable_list found =
+      OnceDifferentiable::apply(grad, stand_in(w2), of_h(0), of_h(1), of_h(2), lease,
+                                w2t.defined() ? OptionalTensor(w2t) : std::nullopt, info);
+  Gradients g;
+  auto next = found.begin();
+  if (info.need_h) g.h = *next++;
+  if (info.need_w2) g.w2 = *next++;
+  if (info.need_b2) g.b2 = *next++;
+  if (info.need_b1) g.b1 = *next++;
+  return g;
+}
 
 // y = activation(h) w2ᵀ + b2, keeping a lease of h. `overwrite`: h is ours and may become the activation. `b1`: a bias
 // that h contains without autograd's knowledge. Its gradient is made here, as the sum, for which PyTorch can allocate
@@ -163,29 +186,65 @@ struct ActivationLinear : torch::autograd::Function<ActivationLinear> {
                          ctx->needs_input_grad(1),
                          flag("has_b2") && ctx->needs_input_grad(2),
                          flag("has_b1") && ctx->needs_input_grad(b1_edge)};
-    variable_list out(7);
+    Gradients g;
     if (at::GradMode::is_enabled()) {
-      const auto node = torch::autograd::get_current_node();  // this one, whose inputs are h, w2 and biases
-      TORCH_INTERNAL_ASSERT(node && node->num_outputs() >= 2, "bitsparse: backward outside of autograd");
-      // Plain relu's gradient for h alone is constant in h, which depends on b1.
-      const bool depends_on_h = info.need_w2 || parse_activation(info.activation) == Activation::relu_squared;
-      const at::Tensor h = depends_on_h ? stand_in(node->next_edge(0)) : at::empty({0});
-      const at::Tensor b1 = depends_on_h && flag("has_b1") ? stand_in(node->next_edge(b1_edge)) : at::empty({0});
-      const variable_list g = OnceDifferentiable::apply(grads[0], h, stand_in(node->next_edge(1)), b1, lease,
-                                                        w2t.defined() ? OptionalTensor(w2t) : std::nullopt, info);
-      auto next = g.begin();
-      if (info.need_h) out[0] = *next++;
-      if (info.need_w2) out[1] = *next++;
-      if (info.need_b2) out[2] = *next++;
-      if (info.need_b1) out[3] = *next++;
+      const auto node = torch::autograd::get_current_node();  // this one
+      TORCH_INTERNAL_ASSERT(node && node->num_outputs() > 1, "bitsparse: backward outside of autograd");
+      std::vector<torch::autograd::Edge> from{node->next_edge(0)};
+      if (flag("has_b1")) from.push_back(node->next_edge(b1_edge));
+      g = differentiable_backward(grads[0], lease, w2t, info, node->next_edge(1), from);
     } else {
-      Gradients g = linear_backward(grads[0], lease, w2t, info);
-      out[0] = std::move(g.h);
-      out[1] = std::move(g.w2);
-      out[2] = std::move(g.b2);
-      out[3] = std::move(g.b1);
+      g = linear_backward(grads[0], lease, w2t, info);
     }
-    return out;
+    return {g.h, g.w2, g.b2, g.b1, {}, {}, {}};
+  }
+};
+
+// The whole block with a first matrix product that compresses: y = activation(x w1ᵀ + b1) w2ᵀ + b2 for matrices.
+struct FusedFFN : torch::autograd::Function<FusedFFN> {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& w1, const at::Tensor& w2,
+                            const OptionalTensor& b1, const OptionalTensor& b2, const std::string& activation,
+                            const std::string& codec) {
+    const at::Tensor w2t = w2.detach().t();
+    at::AutoDispatchBelowADInplaceOrView guard;
+    const auto [a, lease] = ops::linear_compress(x, w1, b1, activation, codec);
+    ctx->set_materialize_grads(false);
+    ctx->save_for_backward({x, w1, w2t, lease});
+    ctx->saved_data["activation"] = activation;
+    ctx->saved_data["d_ff"] = w2.sym_size(1);
+    ctx->saved_data["w2t_column_major"] = is_column_major(w2t);
+    ctx->saved_data["has_b1"] = b1.has_value();
+    ctx->saved_data["has_b2"] = b2.has_value();
+    return at::linear(a, w2, b2);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    if (!grads[0].defined()) return variable_list(7);
+    const auto saved = ctx->get_saved_variables();
+    const at::Tensor &x = saved[0], &w1 = saved[1], &w2t = saved[2], &lease = saved[3];
+    const auto flag = [&](const char* name) { return ctx->saved_data[name].toBool(); };
+    const bool has_b1 = flag("has_b1");
+    const bool need_x = ctx->needs_input_grad(0), need_w1 = ctx->needs_input_grad(1);
+    const LayerInfo info{ctx->saved_data["activation"].toStringRef(),
+                         ctx->saved_data["d_ff"].toSymInt(),
+                         /*column_major=*/false,
+                         flag("w2t_column_major"),
+                         need_x || need_w1,
+                         ctx->needs_input_grad(2),
+                         flag("has_b2") && ctx->needs_input_grad(has_b1 ? 4 : 3),
+                         has_b1 && ctx->needs_input_grad(3)};
+    Gradients g;
+    if (at::GradMode::is_enabled()) {
+      const auto node = torch::autograd::get_current_node();
+      TORCH_INTERNAL_ASSERT(node && node->num_outputs() > 2, "bitsparse: backward outside of autograd");
+      std::vector<torch::autograd::Edge> from{node->next_edge(0), node->next_edge(1)};
+      if (has_b1) from.push_back(node->next_edge(3));
+      g = differentiable_backward(grads[0], lease, w2t, info, node->next_edge(2), from);
+    } else {
+      g = linear_backward(grads[0], lease, w2t, info);
+    }
+    const at::Tensor dx = need_x ? g.h.mm(w1) : at::Tensor(), dw1 = need_w1 ? g.h.t().mm(x) : at::Tensor();
+    return {dx, dw1, g.w2, g.b1, g.b2, {}, {}};
   }
 };
 
@@ -209,6 +268,13 @@ bool keeps_lease(const at::Tensor& h, const at::Tensor& w2, const OptionalTensor
   return at::GradMode::is_enabled() && (requires_grad(h) || requires_grad(w2)) && is_as_matrix(h, b2);
 }
 
+// Hooks that may copy what is saved, and modes that may keep what ops return, get the other way, which knows them.
+bool may_fuse(const at::Tensor& x, const at::Tensor& w1, const OptionalTensor& b1, const at::Tensor& w2) {
+  const bool needed =
+      requires_grad(x) || requires_grad(w1) || requires_grad(w2) || (b1 && requires_grad(*b1));
+  return at::GradMode::is_enabled() && needed && x.dim() >= 2 && !saved_tensors_may_be_copied() && may_overwrite();
+}
+
 template <Activation A>
 at::Tensor linear_autograd(const at::Tensor& h, const at::Tensor& w2, const OptionalTensor& b2,
                            std::string_view codec) {
@@ -221,9 +287,15 @@ at::Tensor linear_autograd(const at::Tensor& h, const at::Tensor& w2, const Opti
 
 template <Activation A>
 at::Tensor ffn_autograd(const at::Tensor& x, const at::Tensor& w1, const OptionalTensor& b1, const at::Tensor& w2,
-                        const OptionalTensor& b2, std::string_view codec) {
+                        const OptionalTensor& b2, std::string_view codec, bool fused) {
   check_ffn(A == Activation::relu ? "relu_ffn" : "relu_squared_ffn", x, w1, b1, w2, b2);
   parse_codec(codec);
+  if (fused && may_fuse(x, w1, b1, w2)) {
+    const at::Tensor rows = x.dim() == 2 ? x : x.flatten(0, -2);
+    const at::Tensor y =
+        FusedFFN::apply(rows, w1, w2, b1, b2, std::string(activation_name(A)), std::string(codec));
+    return x.dim() == 2 ? y : y.unflatten_symint(0, x.sym_sizes().slice(0, x.dim() - 1));
+  }
   // The first layer is autograd's own: what it saves (x and w1) is what a block of one piece would save, and its
   // gradients are the dense ones by construction: all but its bias's.
   const bool own_b1 =
@@ -245,7 +317,7 @@ at::Tensor linear_inference(const at::Tensor& h, const at::Tensor& w2, const Opt
 
 template <Activation A>
 at::Tensor ffn_inference(const at::Tensor& x, const at::Tensor& w1, const OptionalTensor& b1, const at::Tensor& w2,
-                         const OptionalTensor& b2, std::string_view codec) {
+                         const OptionalTensor& b2, std::string_view codec, bool /*fused*/) {
   check_ffn(A == Activation::relu ? "relu_ffn" : "relu_squared_ffn", x, w1, b1, w2, b2);
   parse_codec(codec);
   return dense_linear(at::linear(x, w1, b1), w2, b2, A);
@@ -269,10 +341,10 @@ at::Tensor linear_autocast(const at::Tensor& h, const at::Tensor& w2, const Opti
 
 template <Activation A, c10::DeviceType Device>
 at::Tensor ffn_autocast(const at::Tensor& x, const at::Tensor& w1, const OptionalTensor& b1, const at::Tensor& w2,
-                        const OptionalTensor& b2, std::string_view codec) {
+                        const OptionalTensor& b2, std::string_view codec, bool fused) {
   c10::impl::ExcludeDispatchKeyGuard no_autocast(at::autocast::get_autocast_dispatch_key_from_device_type(Device));
   const auto op = A == Activation::relu ? relu_ffn : relu_squared_ffn;
-  return op(cast(x, Device), cast(w1, Device), cast(b1, Device), cast(w2, Device), cast(b2, Device), codec);
+  return op(cast(x, Device), cast(w1, Device), cast(b1, Device), cast(w2, Device), cast(b2, Device), codec, fused);
 }
 
 template <c10::DeviceType Device>
@@ -291,7 +363,7 @@ void register_inference(torch::Library& m) {
 }
 
 using FfnSignature = at::Tensor(const at::Tensor&, const at::Tensor&, const OptionalTensor&, const at::Tensor&,
-                                const OptionalTensor&, std::string_view);
+                                const OptionalTensor&, std::string_view, bool);
 using LinearSignature = at::Tensor(const at::Tensor&, const at::Tensor&, const OptionalTensor&, std::string_view);
 
 }  // namespace
@@ -309,14 +381,14 @@ TORCH_LIBRARY_IMPL(bitsparse, AutocastCPU, m) { register_autocast<c10::kCPU>(m);
 TORCH_LIBRARY_IMPL(bitsparse, AutocastCUDA, m) { register_autocast<c10::kCUDA>(m); }
 
 at::Tensor relu_squared_ffn(const at::Tensor& x, const at::Tensor& w1, const OptionalTensor& b1, const at::Tensor& w2,
-                            const OptionalTensor& b2, std::string_view codec) {
+                            const OptionalTensor& b2, std::string_view codec, bool fused) {
   static const auto op = typed_operator<FfnSignature>("bitsparse::relu_squared_ffn");
-  return op.call(x, w1, b1, w2, b2, codec);
+  return op.call(x, w1, b1, w2, b2, codec, fused);
 }
 at::Tensor relu_ffn(const at::Tensor& x, const at::Tensor& w1, const OptionalTensor& b1, const at::Tensor& w2,
-                    const OptionalTensor& b2, std::string_view codec) {
+                    const OptionalTensor& b2, std::string_view codec, bool fused) {
   static const auto op = typed_operator<FfnSignature>("bitsparse::relu_ffn");
-  return op.call(x, w1, b1, w2, b2, codec);
+  return op.call(x, w1, b1, w2, b2, codec, fused);
 }
 at::Tensor relu_squared_linear(const at::Tensor& h, const at::Tensor& w2, const OptionalTensor& b2,
                                std::string_view codec) {

@@ -23,6 +23,7 @@ struct LeaseInfo {
   c10::ScalarType dtype;
   Codec codec;
   c10::Device device;
+  std::int64_t columns = 0;  // geometry `patch`: of the matrix; 0: geometry `linear`
 };
 
 class Lease {

@@ -23,14 +23,15 @@ void ReLUSquaredFFNImpl::reset() {
 
 void ReLUSquaredFFNImpl::pretty_print(std::ostream& stream) const {
   stream << "bitsparse::nn::ReLUSquaredFFN(d_model=" << options.d_model() << ", d_ff=" << options.d_ff()
-         << ", bias=" << std::boolalpha << options.bias() << ", codec=" << options.codec() << ")";
+         << ", bias=" << std::boolalpha << options.bias() << ", codec=" << options.codec()
+         << ", fused=" << options.fused() << ")";
 }
 
 at::Tensor ReLUSquaredFFNImpl::forward(const at::Tensor& x) {
   const auto bias = [&](const torch::nn::Linear& layer) {
     return options.bias() ? std::optional(layer->bias) : std::nullopt;
   };
-  return relu_squared_ffn(x, fc->weight, bias(fc), proj->weight, bias(proj), options.codec());
+  return relu_squared_ffn(x, fc->weight, bias(fc), proj->weight, bias(proj), options.codec(), options.fused());
 }
 
 }  // namespace bitsparse::nn

@@ -3,8 +3,12 @@
 
 TORCH_LIBRARY(bitsparse, m) {
   // The blocks. Differentiable; outputs and gradients are those of the dense block, bit for bit.
-  m.def("relu_squared_ffn(Tensor x, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2=None, str codec=\"tight\") -> Tensor");
-  m.def("relu_ffn(Tensor x, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2=None, str codec=\"tight\") -> Tensor");
+  m.def(
+      "relu_squared_ffn(Tensor x, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2=None, str codec=\"tight\", "
+      "bool fused=False) -> Tensor");
+  m.def(
+      "relu_ffn(Tensor x, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2=None, str codec=\"tight\", bool fused=False) -> "
+      "Tensor");
   m.def("relu_squared_linear(Tensor h, Tensor w2, Tensor? b2=None, str codec=\"tight\") -> Tensor");
   m.def("relu_linear(Tensor h, Tensor w2, Tensor? b2=None, str codec=\"tight\") -> Tensor");
 
@@ -19,6 +23,7 @@ TORCH_LIBRARY(bitsparse, m) {
   const std::vector<at::Tag> tags{at::Tag::cudagraph_unsafe};
   m.def("_compress_activation_(Tensor(a!) h, str activation, str codec) -> Tensor", tags);
   m.def("_compress_activation(Tensor h, str activation, str codec) -> (Tensor, Tensor)", tags);
+  m.def("_linear_compress(Tensor x, Tensor w, Tensor? bias, str activation, str codec) -> (Tensor, Tensor)", tags);
   m.def("_restore_activation(Tensor lease, SymInt[] size, ScalarType dtype, str activation) -> Tensor", tags);
   m.def("_activation_gradient_(Tensor(a!) grad, Tensor lease, str activation) -> ()", tags);
 

@@ -80,6 +80,7 @@ struct BlobStore {
   PagePool* pool;
   LeaseRecord* record;  // device address of host-mapped memory; null: nobody asks
   std::uint32_t page_shift;
+  std::uint32_t columns;  // geometry `patch`: of the matrix; 0: geometry `linear`
 };
 
 // Reads numel elements once, emits their compressed form, and (unless the epilogue is `none`) writes the activation to
@@ -87,6 +88,15 @@ struct BlobStore {
 // `store` still holds from an earlier compress are used again: work that reads them must come before on the stream.
 cudaError_t compress(const void* in, void* out, std::int64_t numel, DType dtype, Codec codec, Keep keep,
                      Epilogue epilogue, const BlobStore& store, cudaStream_t stream);
+
+// The same for h = x wᵀ + bias, which is not written: row-major bfloat16 matrices x (rows x depth), w (columns x depth)
+// and out (rows x columns), bias null or of `columns` elements, all aligned to 16 bytes. Sums are float32, rounded once.
+// Blocks are of geometry `patch`. Only where linear_compresses.
+cudaError_t linear_compress(const void* x, const void* w, const void* bias, void* out, std::int64_t rows,
+                            std::int64_t columns, std::int64_t depth, Codec codec, Epilogue activation,
+                            const BlobStore& store, cudaStream_t stream);
+// For these sizes on a device of this compute capability?
+bool linear_compresses(std::int64_t rows, std::int64_t columns, std::int64_t depth, int major, int minor);
 
 // Rebuilds the kept values, or their squares. `none` and `relu` restore the exact bits.
 cudaError_t restore(void* out, std::int64_t numel, DType dtype, Codec codec, Keep keep, Epilogue epilogue,

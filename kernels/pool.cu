@@ -40,7 +40,7 @@ __global__ void push_pages_kernel(PagePool* pool, std::uint64_t first_page, std:
 }
 
 __global__ void __launch_bounds__(kReleaseThreads) release_kernel(BlobStore store) {
-  return_pages(store, 0, pages_of(store.control->units, store.page_shift));
+  return_pages(cooperative_groups::this_thread_block(), store, 0, pages_of(store.control->units, store.page_shift));
   if (threadIdx.x != 0) return;
   *store.control = LeaseControl{};
   if (store.record) set_record_flag(store, &LeaseRecord::released);

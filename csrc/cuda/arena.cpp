@@ -1,5 +1,6 @@
 #include "cuda/arena.h"
 
+#include <ATen/cuda/CUDAContext.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
@@ -39,6 +40,8 @@ class CudaLease final : public Lease {
   LeaseState& state_;
 };
 
+bool is_aligned(const at::Tensor& t) { return reinterpret_cast<std::uintptr_t>(t.data_ptr()) % kChunkBytes == 0; }
+
 // Never under the arena's lock: whoever handles warnings may want Python's.
 void give(const std::string& warning) {
   if (!warning.empty()) TORCH_WARN(warning);
@@ -46,11 +49,11 @@ void give(const std::string& warning) {
 
 }  // namespace
 
-at::Tensor CudaArena::compress(const at::Tensor& h, const at::Tensor& out, Codec codec, Activation activation) {
-  const NvtxRange range("compress");
+// A new lease, whose kernel `launch` enqueues.
+template <class Launch>
+at::Tensor CudaArena::write(const LeaseInfo& info, const char* what, Launch launch) {
   const c10::cuda::CUDAGuard guard(device());
   const CUDAStream stream = c10::cuda::getCurrentCUDAStream();
-  const LeaseInfo info{h.numel(), h.scalar_type(), codec, device()};
   LeaseState* state;
   std::string warning;
   {
@@ -64,17 +67,45 @@ at::Tensor CudaArena::compress(const at::Tensor& h, const at::Tensor& out, Codec
   auto lease = std::make_unique<CudaLease>(std::static_pointer_cast<CudaArena>(shared_from_this()), info, *state);
   give(warning);
   if (info.numel > 0) {
-    const kernels::BlobStore store = state->slot->store(pages_.pool(), kPageShift, state->record);
-    const cudaError_t launched = kernels::compress(h.data_ptr(), out.data_ptr(), info.numel, dtype_of(info.dtype, "h"),
-                                                   codec, Keep::positive, epilogue_of(activation), store, stream);
+    kernels::BlobStore store = state->slot->store(pages_.pool(), kPageShift, state->record);
+    store.columns = static_cast<std::uint32_t>(info.columns);
+    const cudaError_t launched = launch(store, stream);
     if (launched != cudaSuccess) state->record->finished = 1;  // no kernel will say so
-    check(launched, "compress");
+    check(launched, what);
   }
   return make_handle(std::move(lease), state->slot->base());
 }
 
+at::Tensor CudaArena::compress(const at::Tensor& h, const at::Tensor& out, Codec codec, Activation activation) {
+  const NvtxRange range("compress");
+  const LeaseInfo info{h.numel(), h.scalar_type(), codec, device()};
+  return write(info, "compress", [&](const kernels::BlobStore& store, CUDAStream stream) {
+    return kernels::compress(h.data_ptr(), out.data_ptr(), info.numel, dtype_of(info.dtype, "h"), codec, Keep::positive,
+                             epilogue_of(activation), store, stream);
+  });
+}
+
+std::optional<at::Tensor> CudaArena::linear_compress(const at::Tensor& x, const at::Tensor& w,
+                                                     const std::optional<at::Tensor>& bias, const at::Tensor& out,
+                                                     Codec codec, Activation activation) {
+  const auto fits = [&](const at::Tensor& t) {
+    return t.device() == device() && t.scalar_type() == at::kBFloat16 && t.is_contiguous() && is_aligned(t);
+  };
+  const cudaDeviceProp* const properties = at::cuda::getDeviceProperties(device().index());
+  const std::int64_t rows = x.size(0), depth = x.size(1), columns = w.size(0);
+  if (!fits(x) || !fits(w) || !fits(out) || (bias && !fits(*bias)) ||
+      !kernels::linear_compresses(rows, columns, depth, properties->major, properties->minor))
+    return std::nullopt;
+  const NvtxRange range("linear_compress");
+  const LeaseInfo info{rows * columns, at::kBFloat16, codec, device(), columns};
+  return write(info, "linear_compress", [&](const kernels::BlobStore& store, CUDAStream stream) {
+    return kernels::linear_compress(x.data_ptr(), w.data_ptr(), bias ? bias->data_ptr() : nullptr, out.data_ptr(), rows,
+                                    columns, depth, codec, epilogue_of(activation), store, stream);
+  });
+}
+
 template <class Launch>
-void CudaArena::read(LeaseState& lease, Launch launch) {
+void CudaArena::read(LeaseState& lease, const LeaseInfo& info, Launch launch) {
   const c10::cuda::CUDAGuard guard(device());
   const CUDAStream stream = c10::cuda::getCurrentCUDAStream();
   {
@@ -82,7 +113,9 @@ void CudaArena::read(LeaseState& lease, Launch launch) {
     poll();
     raise_failure();
   }
-  launch(lease.slot->store(pages_.pool(), kPageShift, lease.record), stream);
+  kernels::BlobStore store = lease.slot->store(pages_.pool(), kPageShift, lease.record);
+  store.columns = static_cast<std::uint32_t>(info.columns);
+  launch(store, stream);
   if (stream == lease.home) return;
   const CaptureId capture = capture_of(stream).id;
   if (capture && capture != lease.capture) return;  // a graph that reads what isn't its own: no event can tell when
@@ -96,7 +129,7 @@ void CudaArena::read(LeaseState& lease, Launch launch) {
 
 void CudaArena::restore(LeaseState& lease, const LeaseInfo& info, const at::Tensor& out, Activation activation) {
   const NvtxRange range("restore");
-  read(lease, [&](const kernels::BlobStore& store, CUDAStream stream) {
+  read(lease, info, [&](const kernels::BlobStore& store, CUDAStream stream) {
     if (info.numel == 0) return;
     check(kernels::restore(out.data_ptr(), info.numel, dtype_of(info.dtype, "out"), info.codec, Keep::positive,
                            epilogue_of(activation), store, stream),
@@ -105,8 +138,14 @@ void CudaArena::restore(LeaseState& lease, const LeaseInfo& info, const at::Tens
 }
 
 void CudaArena::gradient(LeaseState& lease, const LeaseInfo& info, const at::Tensor& grad, Activation activation) {
+  if (info.columns && !is_aligned(grad)) {  // kernels for patches have no other path
+    const at::Tensor aligned = grad.clone();
+    gradient(lease, info, aligned, activation);
+    grad.copy_(aligned);
+    return;
+  }
   const NvtxRange range("gradient");
-  read(lease, [&](const kernels::BlobStore& store, CUDAStream stream) {
+  read(lease, info, [&](const kernels::BlobStore& store, CUDAStream stream) {
     if (info.numel == 0) return;
     check(kernels::gradient(grad.data_ptr(), info.numel, dtype_of(info.dtype, "grad"), info.codec,
                             epilogue_of(activation), store, stream),

@@ -32,6 +32,9 @@ class CudaArena final : public Arena {
   void reset_peak_memory_stats() override;
   void trim() override;
   at::Tensor compress(const at::Tensor& h, const at::Tensor& out, Codec codec, Activation activation) override;
+  std::optional<at::Tensor> linear_compress(const at::Tensor& x, const at::Tensor& w,
+                                            const std::optional<at::Tensor>& bias, const at::Tensor& out, Codec codec,
+                                            Activation activation) override;
 
   void restore(LeaseState& lease, const LeaseInfo& info, const at::Tensor& out, Activation activation);
   void gradient(LeaseState& lease, const LeaseInfo& info, const at::Tensor& grad, Activation activation);
@@ -46,7 +49,9 @@ class CudaArena final : public Arena {
 
   // arena.cpp
   template <class Launch>
-  void read(LeaseState& lease, Launch launch);
+  at::Tensor write(const LeaseInfo& info, const char* what, Launch launch);
+  template <class Launch>
+  void read(LeaseState& lease, const LeaseInfo& info, Launch launch);
   void raise_failure();
 
   // arena_leases.cpp

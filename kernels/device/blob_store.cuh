@@ -9,13 +9,20 @@
 // last returns the pages that are not needed this time.
 #pragma once
 
+#include <cooperative_groups.h>
+
 #include <cstdint>
 
 #include "bitsparse/format.h"
 #include "device/page_ring.cuh"
 #include "device/ptx.cuh"
-#include "device/tile.cuh"
 #include "launch.h"
+
+// What is rare is kept out of line, its registers out of the kernel's budget. (Kernels that change that budget as they
+// run can't call anything.)
+#ifndef BITSPARSE_RARE
+#define BITSPARSE_RARE inline __noinline__
+#endif
 
 namespace bitsparse::kernels {
 
@@ -109,8 +116,7 @@ inline __device__ std::uint64_t take_page(const BlobStore& store, std::uint64_t 
   return page;
 }
 
-// Rare: kept out of line, its registers out of the kernel's budget.
-inline __device__ __noinline__ std::uint64_t settle_page(const BlobStore& store, std::uint64_t index,
+BITSPARSE_RARE __device__ std::uint64_t settle_page(const BlobStore& store, std::uint64_t index,
                                                          std::uint32_t generation, bool first_in_page) {
   if (first_in_page) return take_page(store, index, generation);
   std::uint64_t entry;
@@ -125,24 +131,27 @@ __device__ __forceinline__ std::uint64_t find_page(const BlobStore& store, std::
   return is_plain_page(entry) ? entry : settle_page(store, index, generation, first_in_page);
 }
 
-// Block-wide: gives the pages of the entries [begin, end) back and clears the entries.
-inline __device__ __noinline__ void return_pages(const BlobStore& store, std::uint64_t begin, std::uint64_t end) {
+// By all of a group of threads, one group a thread block: gives the pages of the entries [begin, end) back and clears
+// the entries.
+template <class Group>
+BITSPARSE_RARE __device__ void return_pages(const Group& group, const BlobStore& store, std::uint64_t begin,
+                                            std::uint64_t end) {
   PagePool* const pool = store.pool;
   std::uint64_t* const table = store.pages;
   __shared__ std::uint32_t device_count, spill_count, device_ticket, spill_ticket;
-  if (threadIdx.x == 0) device_count = spill_count = 0;
-  __syncthreads();
-  for (std::uint64_t i = begin + threadIdx.x; i < end; i += blockDim.x) {
+  if (group.thread_rank() == 0) device_count = spill_count = 0;
+  group.sync();
+  for (std::uint64_t i = begin + group.thread_rank(); i < end; i += group.size()) {
     if (is_plain_page(table[i])) atomicAdd(&device_count, 1u);
     if (table[i] & kPageSpilled) atomicAdd(&spill_count, 1u);
   }
-  __syncthreads();
-  if (threadIdx.x == 0) {
+  group.sync();
+  if (group.thread_rank() == 0) {
     device_ticket = atomicAdd(&pool->device_pages.tail, device_count);
     spill_ticket = atomicAdd(&pool->spill_pages.tail, spill_count);
   }
-  __syncthreads();
-  for (std::uint64_t i = begin + threadIdx.x; i < end; i += blockDim.x) {
+  group.sync();
+  for (std::uint64_t i = begin + group.thread_rank(); i < end; i += group.size()) {
     const std::uint64_t entry = table[i];
     table[i] = kPageMissing;
     const auto address = reinterpret_cast<std::uint64_t>(page_address(entry));
@@ -150,8 +159,8 @@ inline __device__ __noinline__ void return_pages(const BlobStore& store, std::ui
     if (entry & kPageSpilled) put_page(pool->spill_pages, atomicAdd(&spill_ticket, 1u), address | kPageSpilled);
   }
   __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) {
+  group.sync();
+  if (group.thread_rank() == 0) {
     atomicSub(&pool->in_use, device_count + spill_count);
     if (device_count) atomicAdd(&pool->device_pages.available, device_count);
     if (spill_count) atomicAdd(&pool->spill_pages.available, spill_count);
@@ -179,20 +188,21 @@ __device__ __forceinline__ Reservation reservation_of(std::uint64_t ticket, std:
           tile + 1 == tiles};
 }
 
-// Block-wide, by the thread block that reserved last: makes the control ready for the next launch, returns the pages
-// beyond those that this one uses, and tells the host the size.
-inline __device__ __noinline__ void finish_lease(const BlobStore& store, std::uint64_t total_units) {
+// By all of a group of threads that reserved last: makes the control ready for the next launch, returns the pages beyond
+// those that this one uses, and tells the host the size.
+template <class Group>
+BITSPARSE_RARE __device__ void finish_lease(const Group& group, const BlobStore& store, std::uint64_t total_units) {
   LeaseControl& control = *store.control;
   const std::uint64_t held = pages_of(control.units, store.page_shift);
-  __syncthreads();  // everyone has read it
-  if (threadIdx.x == 0) {
+  group.sync();  // everyone has read it
+  if (group.thread_rank() == 0) {
     const unsigned long long cursor = *static_cast<volatile unsigned long long*>(&control.cursor);
     control.cursor = ((cursor >> kGenerationShift) + 1) << kGenerationShift;
   }
   if (!store.pages) return;
   const std::uint64_t used = pages_of(total_units, store.page_shift);
-  if (used < held) return_pages(store, used, held);
-  if (threadIdx.x == 0) {
+  if (used < held) return_pages(group, store, used, held);
+  if (group.thread_rank() == 0) {
     control.units = total_units;
     if (store.record) {
       static_cast<volatile LeaseRecord*>(store.record)->units = total_units;
@@ -201,12 +211,13 @@ inline __device__ __noinline__ void finish_lease(const BlobStore& store, std::ui
   }
 }
 
-// By one thread of the tile: finds the blob's pages and writes the tile's entry.
-__device__ __forceinline__ Placement place_blob(const BlobStore& store, const Reservation& reservation,
-                                                std::uint32_t units, std::uint32_t kept) {
+// By one thread of tile `tile`: finds the blob's pages and writes the tile's entry.
+__device__ __forceinline__ Placement place_blob(const BlobStore& store, std::uint32_t tile,
+                                                const Reservation& reservation, std::uint32_t units,
+                                                std::uint32_t kept) {
   const std::uint64_t offset = reservation.offset;
   if (!store.pages) {
-    store.tiles[this_tile()] = make_entry(offset, units, kept);
+    store.tiles[tile] = make_entry(offset, units, kept);
     return {store.payload + offset * kUnitBytes, nullptr, units, false};
   }
   const std::uint64_t index = offset >> store.page_shift;
@@ -221,7 +232,7 @@ __device__ __forceinline__ Placement place_blob(const BlobStore& store, const Re
   std::uint8_t* const first = page_address(page) + within * kUnitBytes;
   const std::uint64_t at =
       crosses || lost ? offset | kLeaseByOffset : reinterpret_cast<std::uint64_t>(first) / kUnitBytes;
-  store.tiles[this_tile()] = at | static_cast<std::uint64_t>(units) << kLeaseSizeShift | (lost ? kEntryLost : 0);
+  store.tiles[tile] = at | static_cast<std::uint64_t>(units) << kLeaseSizeShift | (lost ? kEntryLost : 0);
   return {first, page_address(next), crosses ? page_units - within : units, lost};
 }
 

@@ -52,16 +52,13 @@ struct LaneBlock {
   MaskCounts all;     // of the block
 };
 
-// Loads the block, writes its activation, and leaves the elements in the order of their codes.
-template <class Config, bool Whole>
-__device__ __forceinline__ void read_block(const void* in, void* out, std::int64_t first, std::int64_t numel, int lane,
-                                           LaneBlock<Config>& block) {
+// Writes the activation of the block's elements, drops those that are not kept, and counts the others.
+template <class Config, class Writer>
+__device__ __forceinline__ void take_block(LaneBlock<Config>& block, Writer writer) {
   using L = typename Config::L;
   constexpr int kBytes = Config::kBytes;
   constexpr Epilogue E = Config::kEpilogue;
-  load_chunks<kBytes, Whole, true, 0, L::kChunksPerLane>(in, first, numel, lane, block.elements);
   block.mask = LaneMask<kBytes>::filled_with(0);
-  ChunkWriter<kBytes, Whole, false> writer(out, first, numel, lane);
   std::uint32_t any = 0;
 #pragma unroll
   for (int i = 0; i < L::kChunksPerLane; ++i) {
@@ -132,17 +129,23 @@ __device__ __forceinline__ void write_body(const LaneBlock<Config>& block, const
   }
 }
 
-// Block-wide, once the blob is complete in shared memory.
-__device__ __forceinline__ void store_blob(const std::uint32_t* stage, std::uint32_t units, const Placement& where) {
+// By one thread, once the blob is complete in shared memory.
+__device__ __forceinline__ void bulk_store_blob(const std::uint32_t* stage, std::uint32_t units,
+                                                const Placement& where) {
   if (where.lost) return;
+  bulk_store(where.first, shared_address(stage), where.first_units * kUnitBytes);
+  if (where.first_units < units)
+    bulk_store(where.second, shared_address(stage) + where.first_units * kUnitBytes,
+               (units - where.first_units) * kUnitBytes);
+  bulk_store_wait();
+}
+
+// Block-wide.
+__device__ __forceinline__ void store_blob(const std::uint32_t* stage, std::uint32_t units, const Placement& where) {
   if constexpr (Target::kBulkCopy) {
-    if (threadIdx.x != 0) return;
-    bulk_store(where.first, shared_address(stage), where.first_units * kUnitBytes);
-    if (where.first_units < units)
-      bulk_store(where.second, shared_address(stage) + where.first_units * kUnitBytes,
-                 (units - where.first_units) * kUnitBytes);
-    bulk_store_wait();
+    if (threadIdx.x == 0) bulk_store_blob(stage, units, where);
   } else {
+    if (where.lost) return;
     for (std::uint32_t i = threadIdx.x; i < units; i += blockDim.x) {
       std::uint8_t* to =
           i < where.first_units ? where.first + i * kUnitBytes : where.second + (i - where.first_units) * kUnitBytes;
@@ -166,7 +169,8 @@ __device__ __forceinline__ void compress_tile(const void* in, void* out, std::in
   const std::int64_t first = (static_cast<std::int64_t>(this_tile()) * kBlocks + warp) * L::kBlockElements;
   const auto moves = ByteMoves<Config::kBytes>::compacting(lane);
   LaneBlock<Config> block;
-  read_block<Config, Whole>(in, out, first, numel, lane, block);
+  load_chunks<Config::kBytes, Whole, true, 0, L::kChunksPerLane>(in, first, numel, lane, block.elements);
+  take_block(block, ChunkWriter<Config::kBytes, Whole, false>(out, first, numel, lane));
   const BlockPlan plan = prepare_block(block, moves, slots, Whole || first + L::kBlockElements <= numel, lane);
   if (lane == 0) block_sizes[warp] = plan.mask_words + plan.code_words | block.all.kept() << 16;
   __syncthreads();  // all sizes known
@@ -184,12 +188,12 @@ __device__ __forceinline__ void compress_tile(const void* in, void* out, std::in
   if (threadIdx.x == 0) {
     const Reservation reservation = reservation_of(ticket, gridDim.x);
     final_units = reservation.last ? reservation.offset + units : 0;
-    where = place_blob(store, reservation, units, all >> 16);
+    where = place_blob(store, this_tile(), reservation, units, all >> 16);
   }
   if constexpr (Target::kBulkCopy) fence_shared_to_bulk();
   __syncthreads();  // blob complete
   store_blob(stage, units, where);
-  if (final_units) finish_lease(store, final_units);
+  if (final_units) finish_lease(cooperative_groups::this_thread_block(), store, final_units);
 }
 
 // Out of line: rare, and not to cost the other tiles a register.

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "bitsparse/format.h"
 #include "device/blob_store.cuh"
@@ -12,6 +13,7 @@
 #include "device/byte_moves.cuh"
 #include "device/codes.cuh"
 #include "device/mask.cuh"
+#include "device/patch_io.cuh"
 #include "device/ptx.cuh"
 #include "device/scalar.cuh"
 #include "device/tile.cuh"
@@ -22,12 +24,13 @@ namespace bitsparse::kernels {
 
 enum class Output { value, activation, gradient };
 
-template <DType D, Codec C, Keep K, Epilogue E, Output O>
+template <DType D, Codec C, Keep K, Epilogue E, Output O, Geometry G = Geometry::linear>
 struct RestoreConfig {
   static constexpr DType kDType = D;
   static constexpr Codec kCodec = C;
   static constexpr Epilogue kEpilogue = E;
   static constexpr Output kOutput = O;
+  static constexpr bool kPatches = G == Geometry::patch;
   static constexpr int kBytes = Scalar<D>::kBytes;
   static constexpr bool kRotates = rotates_sign(C, K);
   // What decoding the masks of bytes needs in registers, the gradient's last chunk can't have.
@@ -160,9 +163,9 @@ struct BlobLoad {
 };
 
 // What a lane writes of its i-th chunk, given the kept values in their places and zeros elsewhere.
-template <class Config, bool Whole>
+template <class Config, class Writer>
 struct ChunkOutput {
-  ChunkWriter<Config::kBytes, Whole, Config::kOutput != Output::gradient> writer;
+  Writer writer;
   const uint4* grad;
 
   __device__ __forceinline__ void operator()(int i, const uint4& values) {
@@ -195,19 +198,35 @@ __device__ __forceinline__ void restore_tile(void* data, std::int64_t numel, con
   const BlobLoad load{stage, &lost, &arrived};
   load.start(store);
   const std::int64_t first = (static_cast<std::int64_t>(this_tile()) * L::kBlocksPerTile + warp) * L::kBlockElements;
+  using Writer = std::conditional_t<Config::kPatches, PatchChunks, ChunkWriter<kBytes, Whole, !kGradient>>;
+  const auto writer_of_block = [&] {
+    if constexpr (Config::kPatches) {
+      const std::uint32_t tile_columns = store.columns / Patch::kTileColumns, row = this_tile() / tile_columns;
+      const std::uint32_t column = this_tile() % tile_columns * Patch::kTileColumns + warp * Patch::kColumns;
+      return Writer(data, std::int64_t{row} * Patch::kRows, column, store.columns, lane);
+    } else {
+      return Writer(data, first, numel, lane);
+    }
+  };
   uint4 grad[kGradient ? L::kChunksPerLane : 1];
   constexpr int kEarly = L::kChunksPerLane - Config::kLateChunks;
-  if constexpr (kGradient) load_chunks<kBytes, Whole, false, 0, kEarly>(data, first, numel, lane, grad);
+  if constexpr (kGradient && Config::kPatches) {
+    const Writer chunks = writer_of_block();
+#pragma unroll
+    for (int i = 0; i < L::kChunksPerLane; ++i) grad[i] = chunks.load(i);
+  } else if constexpr (kGradient) {
+    load_chunks<kBytes, Whole, false, 0, kEarly>(data, first, numel, lane, grad);
+  }
   if (!load.finish(store)) {  // the arena had no room for this tile: be seen
     constexpr std::uint32_t nan = Scalar<Config::kDType>::kNaN;
     const std::uint32_t words[4] = {nan, nan, nan, nan};
-    ChunkWriter<kBytes, Whole, false> writer(data, first, numel, lane);
+    Writer writer = writer_of_block();
 #pragma unroll
     for (int i = 0; i < L::kChunksPerLane; ++i) writer.write(i, words);
     return;
   }
 
-  ChunkOutput<Config, Whole> output{{data, first, numel, lane}, grad};
+  ChunkOutput<Config, Writer> output{writer_of_block(), grad};
   const std::uint32_t header = stage[warp];
   std::uint32_t* body = stage + L::header_offset(header);
   const MaskKind kind = L::header_kind(header);
@@ -255,9 +274,9 @@ __device__ __noinline__ void restore_edge_tile(void* data, std::int64_t numel, c
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, resident_blocks(Target::kRestore, Config::kDType))
     restore_kernel(void* data, std::int64_t numel, const __grid_constant__ BlobStore store) {
-  if (tile_is_whole<Config::kBytes>(data, this_tile(), numel))
+  if (Config::kPatches || tile_is_whole<Config::kBytes>(data, this_tile(), numel))
     restore_tile<Config, true>(data, numel, store);
-  else
+  else if constexpr (!Config::kPatches)
     restore_edge_tile<Config>(data, numel, store);
 }
 

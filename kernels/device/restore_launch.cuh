@@ -15,9 +15,23 @@ cudaError_t restore_as(void* data, std::int64_t numel, const BlobStore& store, c
   return launch<restore_kernel<Config>, Config>(tile_count(Config::kDType, numel), stream, data, numel, store);
 }
 
+// Of geometry `patch`, which only bfloat16 has: an activation, or a gradient.
+template <Codec C, Output O>
+cudaError_t restore_patches(void* data, std::int64_t numel, Epilogue activation, const BlobStore& store,
+                            cudaStream_t stream) {
+  constexpr DType D = DType::bfloat16;
+  constexpr Geometry G = Geometry::patch;
+  if (activation == Epilogue::relu_squared)
+    return restore_as<RestoreConfig<D, C, Keep::positive, Epilogue::relu_squared, O, G>>(data, numel, store, stream);
+  constexpr Output kOutput = O == Output::activation ? Output::value : O;
+  return restore_as<RestoreConfig<D, C, Keep::positive, Epilogue::relu, kOutput, G>>(data, numel, store, stream);
+}
+
 template <DType D, Codec C>
 cudaError_t restore_codec(void* out, std::int64_t numel, bool rotated, Epilogue epilogue, const BlobStore& store,
                           cudaStream_t stream) {
+  if constexpr (D == DType::bfloat16)
+    if (store.columns) return restore_patches<C, Output::activation>(out, numel, epilogue, store, stream);
   if (epilogue == Epilogue::relu_squared)
     return restore_as<RestoreConfig<D, C, Keep::positive, Epilogue::relu_squared, Output::activation>>(out, numel,
                                                                                                        store, stream);
@@ -38,6 +52,8 @@ cudaError_t restore_dtype(void* out, std::int64_t numel, Codec codec, Keep keep,
 template <DType D, Codec C>
 cudaError_t gradient_codec(void* grad, std::int64_t numel, Epilogue activation, const BlobStore& store,
                            cudaStream_t stream) {
+  if constexpr (D == DType::bfloat16)
+    if (store.columns) return restore_patches<C, Output::gradient>(grad, numel, activation, store, stream);
   if (activation == Epilogue::relu)
     return restore_as<RestoreConfig<D, C, Keep::positive, Epilogue::relu, Output::gradient>>(grad, numel, store,
                                                                                              stream);

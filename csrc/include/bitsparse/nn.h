@@ -15,6 +15,7 @@ struct ReLUSquaredFFNOptions {
   TORCH_ARG(std::int64_t, d_ff) = 0;  // 0: 4 * d_model
   TORCH_ARG(bool, bias) = true;
   TORCH_ARG(std::string, codec) = "tight";
+  TORCH_ARG(bool, fused) = false;  // as for relu_squared_ffn; not exact
 };
 
 // proj(relu(fc(x))²) with the activation kept compressed for backward. Bit-identical to at::linear, relu, square,

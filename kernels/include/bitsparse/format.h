@@ -34,7 +34,10 @@ enum class Keep : std::uint8_t {
 };
 
 // Which elements a block holds and in which order.
-enum class Geometry : std::uint8_t { linear = 0 };
+enum class Geometry : std::uint8_t {
+  linear = 0,  // consecutive ones
+  patch = 1,   // of a matrix, 16 rows x 64 columns, by rows; a tile's blocks lie side by side. Not in packed tensors
+};
 
 enum class MaskKind : std::uint32_t {
   flat = 0,       // one bit an element
@@ -119,6 +122,14 @@ struct BlockLayout {
   static constexpr BITSPARSE_HD std::uint32_t header_reference(std::uint32_t h) {
     return (h >> kReferenceShift) << kReferenceDrop;
   }
+};
+
+// Geometry `patch`, of two-byte elements.
+struct Patch {
+  static constexpr int kRows = 16;
+  static constexpr int kColumns = BlockLayout<2>::kBlockElements / kRows;
+  static constexpr int kTileColumns = BlockLayout<2>::kBlocksPerTile * kColumns;
+  static constexpr int kRowChunks = kColumns / BlockLayout<2>::kChunkElements;
 };
 
 // With Keep::nonzero, `tight` orders patterns by magnitude first: the sign moves to bit 0 before the reference is
