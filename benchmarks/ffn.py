@@ -1,9 +1,9 @@
 """Forward and backward of a stack of residual feed-forward blocks: dense eager, bitsparse with each codec, activation
 checkpointing around each block, saved tensors offloaded to the host, and torch.compile of the dense and of the bitsparse
-stack.
+stack; on a GPU bitsparse's last codec with fused matrix products, too.
 
 All use the same weights and data in the same run. Before anything is timed, outputs and all gradients are compared with
-dense eager's, bit for bit (torch.compile may round differently: its largest difference is reported). Step times are
+dense eager's, bit for bit (torch.compile and fused products may round differently: the largest difference is reported). Step times are
 taken in turns. Memory is what a step has allocated above what is resident without it: weights, their gradients, input
 and its gradient, the gradient of the output. An arena's whole capacity counts, headroom included.
 """
@@ -207,6 +207,7 @@ class Bench:
     compiled: bool
     rounds: int
     result: results.Result
+    offload: bool
     warm_up: int = 3
     compilers: dict[tuple[Shape, str], Forward] = field(default_factory=dict)
     offloaded: set[Shape] = field(default_factory=set)
@@ -216,8 +217,13 @@ class Bench:
         yield Method("dense", stack(dense_ffn))
         for codec in self.codecs:
             yield Method(f"bitsparse-{codec}", stack(bitsparse_ffn(codec)), arena=bitsparse.Arena(self.device))
+        fused, last = bitsparse_ffn(self.codecs[-1], fused=True), f"bitsparse-{self.codecs[-1]}-fused"
+        if self.device.type == "cuda":
+            yield Method(last, stack(fused), exact=False, arena=bitsparse.Arena(self.device))
         yield Method("checkpoint", CHECKPOINTED)
-        if self.device.type == "cuda" and shape not in self.offloaded:  # slow, and the same at all densities
+        if (
+            self.offload and self.device.type == "cuda" and shape not in self.offloaded
+        ):  # slow, and the same at all densities
             self.offloaded.add(shape)
             yield Method("offload", stack(dense_ffn), offload=True)
         if self.compiled:
@@ -226,6 +232,9 @@ class Bench:
                 forward = self.compile(shape, codec, bitsparse_ffn(codec))
                 arena = bitsparse.Arena(self.device)
                 yield Method(f"bitsparse-{codec}-compiled", forward, exact=False, arena=arena)
+            if self.device.type == "cuda":
+                forward = self.compile(shape, last, fused)
+                yield Method(f"{last}-compiled", forward, exact=False, arena=bitsparse.Arena(self.device))
 
     def compile(self, shape: Shape, name: str, ffn: FFNFunction) -> Forward:
         if all(known != shape for known, _ in self.compilers):
@@ -297,7 +306,7 @@ class Bench:
     def compare(
         self, shape: Shape, density: float, row: str, name: str, times: dict[str, timing.Timing], memory: Memory
     ) -> None:
-        """Rows that have targets, for bitsparse with its last codec, eager and compiled."""
+        """Rows that have targets, for bitsparse with its last codec."""
         if not name.startswith(f"bitsparse-{self.codecs[-1]}") or "dense-compiled" not in times:
             return
         ratio = times[name].median / times["dense-compiled"].median
@@ -322,6 +331,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--codecs", nargs="+", choices=bitsparse.nn.CODECS, default=list(bitsparse.nn.CODECS))
     parser.add_argument("--rounds", type=int, help="timed steps of each method (default 10, --quick: 3)")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
+    parser.add_argument("--no-offload", action="store_true", help="leave saved tensors on the host out, which is slow")
     options = parser.parse_args(arguments)
     device = chosen_device(parser, options.device)
     rounds = options.rounds or (3 if options.quick else 10)
@@ -333,7 +343,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     shapes = options.shapes or (QUICK_SHAPES[device.type] if options.quick else usual)
     dtype = data.DTYPES[options.dtype or ("bf16" if device.type == "cuda" else "fp32")]
     result = results.describe("ffn", str(device), noted_arguments(arguments), options.commit)
-    bench = Bench(device, dtype, options.codecs, not options.no_compile, rounds, result)
+    bench = Bench(device, dtype, options.codecs, not options.no_compile, rounds, result, not options.no_offload)
     with Reporting(result, options.json) as reporting:
         for shape in shapes:
             for density in options.densities:

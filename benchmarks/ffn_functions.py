@@ -27,8 +27,8 @@ def checkpointed_ffn(x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: T
 
 
 @cache  # code that torch.compile made for one is good for the next
-def bitsparse_ffn(codec: str) -> FFNFunction:
+def bitsparse_ffn(codec: str, fused: bool = False) -> FFNFunction:
     def ffn(x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None = None) -> Tensor:
-        return bitsparse.relu_squared_ffn(x, w1, b1, w2, b2, codec=codec)
+        return bitsparse.relu_squared_ffn(x, w1, b1, w2, b2, codec=codec, fused=fused)
 
     return ffn

@@ -1,7 +1,7 @@
 """Whole training steps (forward, backward, optimizers) of a GPT of modded-nanogpt's size, first trained on text for some
 hundred steps, and of Nemotron-H's layers with random weights and real densities, with and without its Mamba layers:
 dense, checkpointed (the feed-forward blocks, or whole layers), bitsparse (codec tight, unless its name says another),
-and torch.compile of dense and bitsparse.
+and torch.compile of dense and bitsparse, the latter with fused matrix products, too.
 
 All methods train the same weights, with the same optimizer states and batches, in the same run; step times are taken in
 turns. The loss is computed in chunks, so that logits of a few thousand tokens exist at a time, by all methods. Memory is
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from benchmarks import gpt, models_nemotron, results
 from benchmarks.ffn_functions import dense_ffn
-from benchmarks.models_run import Clock, Method, ModelBench, Stopped, Targets, Trainer
+from benchmarks.models_run import Clock, Method, ModelBench, Stopped, Targets, Trainer, methods_of
 from benchmarks.options import Reporting, chosen_device, noted_arguments, parser_of
 from bitsparse.nn import CODECS
 
@@ -84,6 +84,7 @@ class Command:
             rounds=rounds,
             compiled=compiled,
             codecs=self.options.codecs,
+            only=self.options.methods,
             targets=with_targets,
         )
 
@@ -116,6 +117,7 @@ class Command:
         bench.add("trained/loss", loss, "nats a token at their end")
         trainer.keep(SLOWER)
         densities = model.densities(batches(scale.training_tokens, 0)[0])
+        bench.compile_alike(scale.training_tokens)
         self.measure(bench, self.options.tokens or scale.tokens, densities)
 
     def train(self, bench: ModelBench, steps: int) -> float:
@@ -225,6 +227,8 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[argparse.Namespace, torch
     add("--cap-seconds", type=float, default=30, help="for trying caps, each part; then extrapolated (default 30)")
     add("--no-caps", action="store_true", help="leave them out")
     add("--codecs", nargs="+", choices=CODECS, default=["tight", "raw"], help="of bitsparse (default tight raw)")
+    known = [method.name for method in methods_of(True, CODECS)]
+    add("--methods", nargs="+", choices=known, metavar="METHOD", help=f"some of {', '.join(known)} (default all)")
     add("--compile", action=argparse.BooleanOptionalAction, help="with torch.compile (default: on a GPU)")
     add("--rounds", type=int, help=f"timed steps of each method (default {FULL.rounds}, --quick: {QUICK.rounds})")
     add("--minutes", type=float, default=6, help="stop then, and report what was measured (default 6)")

@@ -73,14 +73,15 @@ def swap_mlps(layers: nn.ModuleList, choice: Choice) -> None:
 
 @torch.no_grad()
 def set_densities(model: LanguageModel, tokens: Tensor, densities: list[float]) -> None:
-    """Shifts the first bias of each MLP so that the given share of what it sees is positive, in one forward."""
+    """Shifts the first bias of each MLP so that the given share of what it sees is positive, in one forward. It is not
+    trained, as the model has none."""
     wanted = iter(densities)
 
     def shift(module: nn.Module, inputs: tuple[Tensor]) -> None:
         h = module.pre_activation(inputs[0]).flatten()
         sample = h[:: max(1, len(h) // 1_000_003)].float()  # odd: of all columns
         rank = max(1, round(len(sample) * (1 - next(wanted))))
-        module.up.bias.sub_(sample.kthvalue(rank).values)
+        module.up.bias.sub_(sample.kthvalue(rank).values).requires_grad_(False)
 
     handles = [ffn.register_forward_pre_hook(shift) for ffn in model.ffns()]
     model.body(tokens)

@@ -76,7 +76,8 @@ def methods_of(compiled: bool, codecs: Sequence[str]) -> list[Method]:
         Method("checkpoint-layers", dense_ffn, recompute_layers=True),
         *ours,
     ]
-    others = [replace(method, name=f"{method.name}-compiled", compiled=True) for method in (dense, *ours)]
+    fused = Method("bitsparse-fused", bitsparse_ffn("tight", fused=True), uses_arena=True)
+    others = [replace(method, name=f"{method.name}-compiled", compiled=True) for method in (dense, *ours, fused)]
     return eager + others if compiled else eager
 
 
@@ -258,11 +259,13 @@ class ModelBench:
     rounds: int
     compiled: bool
     codecs: Sequence[str]
+    only: Sequence[str] | None  # names of methods
     targets: Targets | None
 
     def __post_init__(self) -> None:
         self._on_gpu = self.trainer.device.type == "cuda"
-        self._methods = methods_of(self.compiled, self.codecs)
+        methods = methods_of(self.compiled, self.codecs)
+        self._methods = [method for method in methods if self.only is None or method.name in self.only]
         self._memory: dict[str, dict[int, Memory]] = {}
         self._tokens_per_second: dict[str, float] = {}
 
@@ -272,7 +275,7 @@ class ModelBench:
     def say(self, text: str) -> None:
         print(f"models: {self.name}: {text} ({self.clock.left():.0f} s left)", flush=True)
 
-    def try_method(self, method: Method, run: Callable[[], None]) -> bool:
+    def try_method(self, method: Method, run: Callable[[], object]) -> bool:
         """A compiler that does not work on this machine, or too little memory, must not cost the other methods."""
         try:
             run()
@@ -290,6 +293,16 @@ class ModelBench:
 
     def fresh_arena(self, method: Method) -> None:
         method.arena = bitsparse.Arena(self.trainer.device) if method.uses_arena else None
+
+    def compile_alike(self, tokens: int) -> None:
+        """One step of each compiled method with as many tokens as dense-compiled was trained with: code that is made for
+        all numbers of tokens is tuned to the first."""
+        batches = self.trainer.batches(tokens)
+        for method in [method for method in self._methods if method.compiled]:
+            self.clock.check()
+            self.fresh_arena(method)
+            self.try_method(method, partial(self.trainer.run, method, batches, 1))
+            method.arena = None
 
     # Losses --------------------------------------------------------------------------------------------------------
 
@@ -321,6 +334,8 @@ class ModelBench:
             done = self.try_method(method, partial(run, method.name, method))
             if done and method.name == "dense-compiled":
                 self.try_method(method, partial(run, "again", method))
+            if "dense" not in found:
+                continue
             if done and not method.compiled and method.name != "dense":
                 compare(method.name)
             if done and method.uses_arena and not method.compiled and "dense-again" not in found:
@@ -339,7 +354,7 @@ class ModelBench:
     def _say_what_differs(self, name: str, got: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
         losses, _, gradients = (a != b for a, b in zip(got, expected, strict=True))
         steps = [str(step) for step in losses.nonzero().flatten().tolist()]
-        names = [parameter for parameter, _ in self.trainer.model.named_parameters()]
+        names = [name for name, parameter in self.trainer.model.named_parameters() if parameter.requires_grad]
         wrong = [names[index] for index in gradients.nonzero().flatten().tolist()]
         self.say(
             f"{name}: other losses in steps {', '.join(steps) or '-'}; gradients of the first that differ: {wrong}"

@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/linear.h>
+#include <ATen/ops/mm.h>
 #include <torch/library.h>
 
 #include "activation.h"
@@ -50,8 +51,8 @@ std::tuple<at::Tensor, at::Tensor> linear_compress(const at::Tensor& x, const at
                                                    const std::optional<at::Tensor>& bias, std::string_view activation,
                                                    std::string_view codec) {
   at::Tensor out = at::empty({x.size(0), w.size(0)}, x.options());
-  std::optional<at::Tensor> lease = current_arena(x.device())->linear_compress(x, w, bias, out, parse_codec(codec),
-                                                                               parse_activation(activation));
+  std::optional<at::Tensor> lease =
+      current_arena(x.device())->linear_compress(x, w, bias, out, parse_codec(codec), parse_activation(activation));
   if (lease) return {out, *lease};
   out = at::linear(x, w, bias);
   lease = compress_in_place(out, activation, codec);
@@ -91,6 +92,18 @@ void apply_gradient(at::Tensor& grad, const at::Tensor& handle, std::string_view
   grad.copy_(dense);
 }
 
+// (grad w) * activation', for matrices: in one kernel where there is one.
+at::Tensor linear_gradient(const at::Tensor& grad, const at::Tensor& w, const at::Tensor& handle,
+                           std::string_view activation) {
+  if (is_lease(handle)) {
+    const at::Tensor out = at::empty({grad.size(0), w.size(1)}, grad.options());
+    if (lease_of(handle).linear_gradient(grad, w, out, parse_activation(activation))) return out;
+  }
+  at::Tensor out = grad.mm(w);
+  apply_gradient(out, handle, activation);
+  return out;
+}
+
 at::Tensor meta_handle(const at::Tensor& like) { return at::empty({kHandleBytes}, like.options().dtype(at::kByte)); }
 
 at::Tensor compress_in_place_meta(at::Tensor& h, std::string_view, std::string_view) { return meta_handle(h); }
@@ -105,6 +118,9 @@ std::tuple<at::Tensor, at::Tensor> linear_compress_meta(const at::Tensor& x, con
 at::Tensor restore_meta(const at::Tensor& handle, c10::SymIntArrayRef size, at::ScalarType dtype, std::string_view) {
   return at::empty_symint(size, handle.options().dtype(dtype));
 }
+at::Tensor linear_gradient_meta(const at::Tensor& grad, const at::Tensor& w, const at::Tensor&, std::string_view) {
+  return at::empty_symint({grad.sym_size(0), w.sym_size(1)}, grad.options());
+}
 void gradient_meta(at::Tensor&, const at::Tensor&, std::string_view) {}
 
 void register_backend(torch::Library& m) {
@@ -112,6 +128,7 @@ void register_backend(torch::Library& m) {
   m.impl("_compress_activation", compress_copy);
   m.impl("_linear_compress", linear_compress);
   m.impl("_restore_activation", restore);
+  m.impl("_linear_gradient", linear_gradient);
   m.impl("_activation_gradient_", apply_gradient);
 }
 
@@ -124,6 +141,7 @@ TORCH_LIBRARY_IMPL(bitsparse, Meta, m) {
   m.impl("_compress_activation", compress_copy_meta);
   m.impl("_linear_compress", linear_compress_meta);
   m.impl("_restore_activation", restore_meta);
+  m.impl("_linear_gradient", linear_gradient_meta);
   m.impl("_activation_gradient_", gradient_meta);
 }
 
@@ -146,10 +164,9 @@ std::tuple<at::Tensor, at::Tensor> compress_activation(const at::Tensor& h, std:
 std::tuple<at::Tensor, at::Tensor> linear_compress(const at::Tensor& x, const at::Tensor& w,
                                                    const std::optional<at::Tensor>& bias, std::string_view activation,
                                                    std::string_view codec) {
-  static const auto op =
-      typed_operator<std::tuple<at::Tensor, at::Tensor>(const at::Tensor&, const at::Tensor&,
-                                                        const std::optional<at::Tensor>&, std::string_view,
-                                                        std::string_view)>("bitsparse::_linear_compress");
+  static const auto op = typed_operator<std::tuple<at::Tensor, at::Tensor>(
+      const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, std::string_view, std::string_view)>(
+      "bitsparse::_linear_compress");
   return op.call(x, w, bias, activation, codec);
 }
 
@@ -159,6 +176,14 @@ at::Tensor restore_activation(const at::Tensor& lease, c10::SymIntArrayRef size,
       typed_operator<at::Tensor(const at::Tensor&, c10::SymIntArrayRef, at::ScalarType, std::string_view)>(
           "bitsparse::_restore_activation");
   return op.call(lease, size, dtype, activation);
+}
+
+at::Tensor linear_gradient(const at::Tensor& grad, const at::Tensor& w, const at::Tensor& lease,
+                           std::string_view activation) {
+  static const auto op =
+      typed_operator<at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, std::string_view)>(
+          "bitsparse::_linear_gradient");
+  return op.call(grad, w, lease, activation);
 }
 
 void activation_gradient_(at::Tensor grad, const at::Tensor& lease, std::string_view activation) {

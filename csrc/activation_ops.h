@@ -18,6 +18,8 @@ std::tuple<at::Tensor, at::Tensor> linear_compress(const at::Tensor& x, const at
                                                    std::string_view codec);
 at::Tensor restore_activation(const at::Tensor& lease, c10::SymIntArrayRef size, at::ScalarType dtype,
                               std::string_view activation);
+at::Tensor linear_gradient(const at::Tensor& grad, const at::Tensor& w, const at::Tensor& lease,
+                           std::string_view activation);
 void activation_gradient_(at::Tensor grad, const at::Tensor& lease, std::string_view activation);
 
 }  // namespace bitsparse::ops

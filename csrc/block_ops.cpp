@@ -49,6 +49,7 @@ struct LayerInfo {
   c10::SymInt d_ff;
   bool column_major;      // the activation that forward multiplied
   bool w2t_column_major;  // w2ᵀ, which it was multiplied with
+  bool fused;             // the product with the gradient may be fused, too
   bool need_h, need_w2, need_b2, need_b1;
 };
 
@@ -75,10 +76,15 @@ Gradients linear_backward(at::Tensor grad, const at::Tensor& lease, const at::Te
     g.w2 = linear_weight_gradient(grad, info.column_major ? a.t() : a, info.w2t_column_major);
   }
   if (info.need_h || info.need_b1) {
-    // The layout of the activation that forward multiplied: a single element is both row- and column-major.
-    at::Tensor h = linear_input_gradient(grad, w2t, info.column_major || (tokens == 1 && info.d_ff == 1));
-    if (!may_overwrite()) h = h.clone();
-    ops::activation_gradient_(info.column_major ? h.t() : h, lease, info.activation);
+    at::Tensor h;
+    if (info.fused) {
+      h = ops::linear_gradient(grad, w2t.t(), lease, info.activation);
+    } else {
+      // The layout of the activation that forward multiplied: a single element is both row- and column-major.
+      h = linear_input_gradient(grad, w2t, info.column_major || (tokens == 1 && info.d_ff == 1));
+      if (!may_overwrite()) h = h.clone();
+      ops::activation_gradient_(info.column_major ? h.t() : h, lease, info.activation);
+    }
     if (info.need_b1) g.b1 = h.sum(0);
     if (info.need_h) g.h = h.reshape_symint(wide);
     // As elementwise operators return it.
@@ -124,12 +130,9 @@ Gradients differentiable_backward(const at::Tensor& grad, const at::Tensor& leas
                                   const std::vector<torch::autograd::Edge>& from) {
   // Plain relu's gradient for h alone is constant in h.
   const bool depends_on_h = info.need_w2 || parse_activation(info.activation) == Activation::relu_squared;
-  const auto of_h = [&](std::size_t i) {
-    return depends_on_h && i < from.size() ? stand_in(from[i]) : at::empty({0});
-  };
-  const variable_list found =
-      OnceDifferentiable::apply(grad, stand_in(w2), of_h(0), of_h(1), of_h(2), lease,
-                                w2t.defined() ? OptionalTensor(w2t) : std::nullopt, info);
+  const auto of_h = [&](std::size_t i) { return depends_on_h && i < from.size() ? stand_in(from[i]) : at::empty({0}); };
+  const variable_list found = OnceDifferentiable::apply(grad, stand_in(w2), of_h(0), of_h(1), of_h(2), lease,
+                                                        w2t.defined() ? OptionalTensor(w2t) : std::nullopt, info);
   Gradients g;
   auto next = found.begin();
   if (info.need_h) g.h = *next++;
@@ -182,6 +185,7 @@ struct ActivationLinear : torch::autograd::Function<ActivationLinear> {
                          ctx->saved_data["d_ff"].toSymInt(),
                          flag("column_major"),
                          flag("w2t_column_major"),
+                         /*fused=*/false,
                          ctx->needs_input_grad(0),
                          ctx->needs_input_grad(1),
                          flag("has_b2") && ctx->needs_input_grad(2),
@@ -229,6 +233,7 @@ struct FusedFFN : torch::autograd::Function<FusedFFN> {
                          ctx->saved_data["d_ff"].toSymInt(),
                          /*column_major=*/false,
                          flag("w2t_column_major"),
+                         /*fused=*/true,
                          need_x || need_w1,
                          ctx->needs_input_grad(2),
                          flag("has_b2") && ctx->needs_input_grad(has_b1 ? 4 : 3),
@@ -268,11 +273,12 @@ bool keeps_lease(const at::Tensor& h, const at::Tensor& w2, const OptionalTensor
   return at::GradMode::is_enabled() && (requires_grad(h) || requires_grad(w2)) && is_as_matrix(h, b2);
 }
 
-// Hooks that may copy what is saved, and modes that may keep what ops return, get the other way, which knows them.
+// Other layouts may get other matrix products in eager mode. Hooks that may copy what is saved, and modes that may keep
+// what ops return, are known to the other way.
 bool may_fuse(const at::Tensor& x, const at::Tensor& w1, const OptionalTensor& b1, const at::Tensor& w2) {
-  const bool needed =
-      requires_grad(x) || requires_grad(w1) || requires_grad(w2) || (b1 && requires_grad(*b1));
-  return at::GradMode::is_enabled() && needed && x.dim() >= 2 && !saved_tensors_may_be_copied() && may_overwrite();
+  const bool needed = requires_grad(x) || requires_grad(w1) || requires_grad(w2) || (b1 && requires_grad(*b1));
+  return at::GradMode::is_enabled() && needed && x.dim() >= 2 && x.is_contiguous() && w1.is_contiguous() &&
+         w2.is_contiguous() && !saved_tensors_may_be_copied() && may_overwrite();
 }
 
 template <Activation A>
@@ -292,8 +298,7 @@ at::Tensor ffn_autograd(const at::Tensor& x, const at::Tensor& w1, const Optiona
   parse_codec(codec);
   if (fused && may_fuse(x, w1, b1, w2)) {
     const at::Tensor rows = x.dim() == 2 ? x : x.flatten(0, -2);
-    const at::Tensor y =
-        FusedFFN::apply(rows, w1, w2, b1, b2, std::string(activation_name(A)), std::string(codec));
+    const at::Tensor y = FusedFFN::apply(rows, w1, w2, b1, b2, std::string(activation_name(A)), std::string(codec));
     return x.dim() == 2 ? y : y.unflatten_symint(0, x.sym_sizes().slice(0, x.dim() - 1));
   }
   // The first layer is autograd's own: what it saves (x and w1) is what a block of one piece would save, and its

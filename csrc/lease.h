@@ -36,6 +36,11 @@ class Lease {
   virtual void restore(const at::Tensor& out, Activation activation) = 0;
   // grad <- grad * activation', in place. Same requirements.
   virtual void gradient(const at::Tensor& grad, Activation activation) = 0;
+  // out <- (grad w) * activation' in one kernel, for matrices. False: there is none for these operands.
+  virtual bool linear_gradient(const at::Tensor& /*grad*/, const at::Tensor& /*w*/, const at::Tensor& /*out*/,
+                               Activation) {
+    return false;
+  }
 
  private:
   LeaseInfo info_;

@@ -25,6 +25,7 @@ TORCH_LIBRARY(bitsparse, m) {
   m.def("_compress_activation(Tensor h, str activation, str codec) -> (Tensor, Tensor)", tags);
   m.def("_linear_compress(Tensor x, Tensor w, Tensor? bias, str activation, str codec) -> (Tensor, Tensor)", tags);
   m.def("_restore_activation(Tensor lease, SymInt[] size, ScalarType dtype, str activation) -> Tensor", tags);
+  m.def("_linear_gradient(Tensor grad, Tensor w, Tensor lease, str activation) -> Tensor", tags);
   m.def("_activation_gradient_(Tensor(a!) grad, Tensor lease, str activation) -> ()", tags);
 
   // The same kernels without an arena, in the caller's memory: a yardstick for benchmarks, on CUDA only.

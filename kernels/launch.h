@@ -90,11 +90,16 @@ cudaError_t compress(const void* in, void* out, std::int64_t numel, DType dtype,
                      Epilogue epilogue, const BlobStore& store, cudaStream_t stream);
 
 // The same for h = x wᵀ + bias, which is not written: row-major bfloat16 matrices x (rows x depth), w (columns x depth)
-// and out (rows x columns), bias null or of `columns` elements, all aligned to 16 bytes. Sums are float32, rounded once.
-// Blocks are of geometry `patch`. Only where linear_compresses.
+// and out (rows x columns), bias null or of `columns` elements, all aligned to 16 bytes. Sums are float32, rounded
+// once. Blocks are of geometry `patch`. Only where linear_compresses.
 cudaError_t linear_compress(const void* x, const void* w, const void* bias, void* out, std::int64_t rows,
                             std::int64_t columns, std::int64_t depth, Codec codec, Epilogue activation,
                             const BlobStore& store, cudaStream_t stream);
+// out <- (grad w) * d activation / d h, from a store that linear_compress filled: row-major bfloat16 matrices grad
+// (rows x depth), w (depth x columns) and out (rows x columns), all aligned to 16 bytes; grad w is rounded as if it was
+// written.
+cudaError_t linear_gradient(const void* grad, const void* w, void* out, std::int64_t rows, std::int64_t columns,
+                            std::int64_t depth, Epilogue activation, const BlobStore& store, cudaStream_t stream);
 // For these sizes on a device of this compute capability?
 bool linear_compresses(std::int64_t rows, std::int64_t columns, std::int64_t depth, int major, int minor);
 

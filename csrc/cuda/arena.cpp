@@ -34,6 +34,10 @@ class CudaLease final : public Lease {
   void gradient(const at::Tensor& grad, Activation activation) override {
     arena_->gradient(state_, info(), grad, activation);
   }
+  bool linear_gradient(const at::Tensor& grad, const at::Tensor& w, const at::Tensor& out,
+                       Activation activation) override {
+    return arena_->linear_gradient(state_, info(), grad, w, out, activation);
+  }
 
  private:
   std::shared_ptr<CudaArena> arena_;
@@ -41,6 +45,17 @@ class CudaLease final : public Lease {
 };
 
 bool is_aligned(const at::Tensor& t) { return reinterpret_cast<std::uintptr_t>(t.data_ptr()) % kChunkBytes == 0; }
+
+// As the kernels want matrices that are multiplied.
+bool is_plain(const at::Tensor& t, const at::Tensor& like) {
+  return t.device() == like.device() && t.scalar_type() == at::kBFloat16 && t.is_contiguous() && is_aligned(t);
+}
+bool can_multiply(const at::Tensor& x, const at::Tensor& w, const at::Tensor& out, std::int64_t columns,
+                  std::int64_t depth) {
+  const cudaDeviceProp* const properties = at::cuda::getDeviceProperties(x.device().index());
+  return is_plain(x, x) && is_plain(w, x) && is_plain(out, x) &&
+         kernels::linear_compresses(x.size(0), columns, depth, properties->major, properties->minor);
+}
 
 // Never under the arena's lock: whoever handles warnings may want Python's.
 void give(const std::string& warning) {
@@ -67,9 +82,8 @@ at::Tensor CudaArena::write(const LeaseInfo& info, const char* what, Launch laun
   auto lease = std::make_unique<CudaLease>(std::static_pointer_cast<CudaArena>(shared_from_this()), info, *state);
   give(warning);
   if (info.numel > 0) {
-    kernels::BlobStore store = state->slot->store(pages_.pool(), kPageShift, state->record);
-    store.columns = static_cast<std::uint32_t>(info.columns);
-    const cudaError_t launched = launch(store, stream);
+    const cudaError_t launched =
+        launch(state->slot->store(pages_.pool(), kPageShift, state->record, info.columns), stream);
     if (launched != cudaSuccess) state->record->finished = 1;  // no kernel will say so
     check(launched, what);
   }
@@ -88,14 +102,8 @@ at::Tensor CudaArena::compress(const at::Tensor& h, const at::Tensor& out, Codec
 std::optional<at::Tensor> CudaArena::linear_compress(const at::Tensor& x, const at::Tensor& w,
                                                      const std::optional<at::Tensor>& bias, const at::Tensor& out,
                                                      Codec codec, Activation activation) {
-  const auto fits = [&](const at::Tensor& t) {
-    return t.device() == device() && t.scalar_type() == at::kBFloat16 && t.is_contiguous() && is_aligned(t);
-  };
-  const cudaDeviceProp* const properties = at::cuda::getDeviceProperties(device().index());
   const std::int64_t rows = x.size(0), depth = x.size(1), columns = w.size(0);
-  if (!fits(x) || !fits(w) || !fits(out) || (bias && !fits(*bias)) ||
-      !kernels::linear_compresses(rows, columns, depth, properties->major, properties->minor))
-    return std::nullopt;
+  if (!can_multiply(x, w, out, columns, depth) || (bias && !is_plain(*bias, x))) return std::nullopt;
   const NvtxRange range("linear_compress");
   const LeaseInfo info{rows * columns, at::kBFloat16, codec, device(), columns};
   return write(info, "linear_compress", [&](const kernels::BlobStore& store, CUDAStream stream) {
@@ -113,9 +121,7 @@ void CudaArena::read(LeaseState& lease, const LeaseInfo& info, Launch launch) {
     poll();
     raise_failure();
   }
-  kernels::BlobStore store = lease.slot->store(pages_.pool(), kPageShift, lease.record);
-  store.columns = static_cast<std::uint32_t>(info.columns);
-  launch(store, stream);
+  launch(lease.slot->store(pages_.pool(), kPageShift, lease.record, info.columns), stream);
   if (stream == lease.home) return;
   const CaptureId capture = capture_of(stream).id;
   if (capture && capture != lease.capture) return;  // a graph that reads what isn't its own: no event can tell when
@@ -151,6 +157,20 @@ void CudaArena::gradient(LeaseState& lease, const LeaseInfo& info, const at::Ten
                             epilogue_of(activation), store, stream),
           "gradient");
   });
+}
+
+bool CudaArena::linear_gradient(LeaseState& lease, const LeaseInfo& info, const at::Tensor& grad, const at::Tensor& w,
+                                const at::Tensor& out, Activation activation) {
+  const std::int64_t rows = grad.size(0), depth = grad.size(1), columns = w.size(1);
+  if (columns != info.columns || rows * columns != info.numel || !can_multiply(grad, w, out, columns, depth))
+    return false;
+  const NvtxRange range("linear_gradient");
+  read(lease, info, [&](const kernels::BlobStore& store, CUDAStream stream) {
+    check(kernels::linear_gradient(grad.data_ptr(), w.data_ptr(), out.data_ptr(), rows, columns, depth,
+                                   epilogue_of(activation), store, stream),
+          "linear_gradient");
+  });
+  return true;
 }
 
 void CudaArena::raise_failure() {

@@ -38,6 +38,8 @@ class CudaArena final : public Arena {
 
   void restore(LeaseState& lease, const LeaseInfo& info, const at::Tensor& out, Activation activation);
   void gradient(LeaseState& lease, const LeaseInfo& info, const at::Tensor& grad, Activation activation);
+  bool linear_gradient(LeaseState& lease, const LeaseInfo& info, const at::Tensor& grad, const at::Tensor& w,
+                       const at::Tensor& out, Activation activation);
   void end_lease(LeaseState& lease) noexcept;
 
  private:

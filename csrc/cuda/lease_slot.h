@@ -29,15 +29,16 @@ struct LeaseSlot {
   static std::int64_t zeroed_bytes(const SlotClass& size) { return kPagesOffset + 8 * size.pages; }
 
   std::uint8_t* base() const { return static_cast<std::uint8_t*>(memory.get()); }
-  kernels::BlobStore store(kernels::PagePool* pool, std::uint32_t page_shift,
-                           volatile kernels::LeaseRecord* record) const {
+  kernels::BlobStore store(kernels::PagePool* pool, std::uint32_t page_shift, volatile kernels::LeaseRecord* record,
+                           std::int64_t columns = 0) const {
     return {reinterpret_cast<std::uint64_t*>(base() + tiles_offset()),
             reinterpret_cast<kernels::LeaseControl*>(base() + kControlOffset),
             reinterpret_cast<std::uint64_t*>(base() + kPagesOffset),
             nullptr,
             pool,
             const_cast<kernels::LeaseRecord*>(record),
-            page_shift};
+            page_shift,
+            static_cast<std::uint32_t>(columns)};
   }
 };
 

@@ -18,8 +18,9 @@ __device__ __forceinline__ void or_bits(std::uint32_t* words, std::uint32_t bit,
 }
 
 // The 32 bits from `bit` on. May read one word more than they are in.
-__device__ __forceinline__ std::uint32_t read_bits(const std::uint32_t* words, std::uint32_t bit) {
-  const std::uint32_t* w = words + (bit >> 5);
+template <class Words>
+__device__ __forceinline__ std::uint32_t read_bits(const Words& words, std::uint32_t bit) {
+  const auto w = words + (bit >> 5);
   return __funnelshift_r(w[0], w[1], bit & 31);
 }
 

@@ -18,8 +18,7 @@
 #include "device/ptx.cuh"
 #include "launch.h"
 
-// What is rare is kept out of line, its registers out of the kernel's budget. (Kernels that change that budget as they
-// run can't call anything.)
+// What is rare is kept out of line, its registers out of the kernel's budget.
 #ifndef BITSPARSE_RARE
 #define BITSPARSE_RARE inline __noinline__
 #endif
@@ -117,7 +116,7 @@ inline __device__ std::uint64_t take_page(const BlobStore& store, std::uint64_t 
 }
 
 BITSPARSE_RARE __device__ std::uint64_t settle_page(const BlobStore& store, std::uint64_t index,
-                                                         std::uint32_t generation, bool first_in_page) {
+                                                    std::uint32_t generation, bool first_in_page) {
   if (first_in_page) return take_page(store, index, generation);
   std::uint64_t entry;
   while (!is_settled(entry = load_relaxed(&store.pages[index]), generation)) __nanosleep(20);
@@ -188,8 +187,8 @@ __device__ __forceinline__ Reservation reservation_of(std::uint64_t ticket, std:
           tile + 1 == tiles};
 }
 
-// By all of a group of threads that reserved last: makes the control ready for the next launch, returns the pages beyond
-// those that this one uses, and tells the host the size.
+// By all of a group of threads that reserved last: makes the control ready for the next launch, returns the pages
+// beyond those that this one uses, and tells the host the size.
 template <class Group>
 BITSPARSE_RARE __device__ void finish_lease(const Group& group, const BlobStore& store, std::uint64_t total_units) {
   LeaseControl& control = *store.control;

@@ -87,9 +87,9 @@ struct Codes {
   }
 
   // The inverse; `change` is applied to each word of slots. May read two words past the codes and write up to the next
-  // multiple of kPerLane slots.
-  template <class Change>
-  static __device__ __forceinline__ void unpack(const std::uint32_t* in, std::uint32_t count, std::uint32_t width,
+  // multiple of kPerLane slots. `Ahead`: steps that are read before the first is written.
+  template <int Ahead = 1, class Words, class Change>
+  static __device__ __forceinline__ void unpack(const Words& in, std::uint32_t count, std::uint32_t width,
                                                 std::uint32_t reference, std::uint32_t* slots, int lane,
                                                 const Change& change) {
     const std::uint32_t lane_bits = kPerLane * width, shift = (lane_bits * lane) & 31;
@@ -102,16 +102,29 @@ struct Codes {
         return;
       }
     }
-    const std::uint32_t* from = in + ((lane_bits * lane) >> 5);
+    auto from = in + ((lane_bits * lane) >> 5);
     uint2* to = reinterpret_cast<uint2*>(slots) + lane;
+    constexpr int kStep = kPerStep;
 #pragma unroll 1
-    for (int left = static_cast<int>(count) - static_cast<int>(kPerLane) * lane; left > 0; left -= kPerStep) {
-      const std::uint32_t low = __funnelshift_r(from[0], from[1], shift);
-      const std::uint32_t high = __funnelshift_r(from[1], from[2], shift);
-      const std::uint32_t x0 = low & low_bits, x1 = __funnelshift_rc(low, high, word_bits) & low_bits;
-      *to = make_uint2(change(open_gaps(x0, width) + base), change(open_gaps(x1, width) + base));
-      from += lane_bits;
-      to += kLanes;
+    for (int left = static_cast<int>(count) - static_cast<int>(kPerLane) * lane; left > 0; left -= Ahead * kStep) {
+      std::uint32_t words[Ahead][3];
+#pragma unroll
+      for (int a = 0; a < Ahead; ++a) {
+        if (a > 0 && left <= a * kStep) break;
+        words[a][0] = from[0];
+        words[a][1] = from[1];
+        words[a][2] = from[2];
+        from += lane_bits;
+      }
+#pragma unroll
+      for (int a = 0; a < Ahead; ++a) {
+        if (a > 0 && left <= a * kStep) break;
+        const std::uint32_t low = __funnelshift_r(words[a][0], words[a][1], shift);
+        const std::uint32_t high = __funnelshift_r(words[a][1], words[a][2], shift);
+        const std::uint32_t x0 = low & low_bits, x1 = __funnelshift_rc(low, high, word_bits) & low_bits;
+        *to = make_uint2(change(open_gaps(x0, width) + base), change(open_gaps(x1, width) + base));
+        to += kLanes;
+      }
     }
   }
 };

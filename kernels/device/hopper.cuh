@@ -10,7 +10,8 @@
 
 namespace bitsparse::kernels {
 
-// Barriers in shared memory --------------------------------------------------------------------------------------------
+// Barriers in shared memory
+// --------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void init_barrier(std::uint32_t barrier, std::uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
@@ -53,7 +54,8 @@ __device__ __forceinline__ std::uint32_t cluster_rank() {
 __device__ __forceinline__ void load_box(std::uint32_t to, const CUtensorMap* map, int x, int y,
                                          std::uint32_t barrier) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
+          to),
       "l"(map), "r"(x), "r"(y), "r"(barrier)
       : "memory");
 }
@@ -75,18 +77,23 @@ __device__ __forceinline__ void bulk_load_at(std::uint32_t to, const void* from,
                : "memory");
 }
 
+__device__ __forceinline__ void prefetch_to_l2(const void* from, std::uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+
 // Shared memory -------------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ std::uint32_t load_shared(std::uint32_t address) {
-  std::uint32_t x;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
-  return x;
+// Four words, 16 bytes apart.
+__device__ __forceinline__ void load_shared(std::uint32_t address, std::uint32_t (&x)[4]) {
+  asm volatile(
+      "ld.shared.u32 %0, [%4]; ld.shared.u32 %1, [%4+16]; ld.shared.u32 %2, [%4+32]; ld.shared.u32 %3, [%4+48];"
+      : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+      : "r"(address));
 }
 // Four 8 x 8 matrices of 16-bit elements; lane l has the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void store_matrices(std::uint32_t address, const std::uint32_t (&words)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(words[0]),
-               "r"(words[1]), "r"(words[2]), "r"(words[3])
-               : "memory");
+               "r"(words[1]), "r"(words[2]), "r"(words[3]));
 }
 
 __device__ __forceinline__ std::uint32_t pack_bfloat16(float2 pair) {
@@ -111,10 +118,10 @@ __device__ __forceinline__ void give_registers() {
 
 // Products ------------------------------------------------------------------------------------------------------------
 
-// A matrix of rows of 128 bytes, swizzled in groups of eight rows.
-__device__ __forceinline__ std::uint64_t matrix_at(std::uint32_t address) {
+// A matrix of rows of 128 bytes, swizzled in groups of eight rows. Transposed ones are in panels of that width.
+__device__ __forceinline__ std::uint64_t matrix_at(std::uint32_t address, std::uint32_t panel_bytes = 16) {
   constexpr std::uint64_t kGroupBytes = 1024, kSwizzle128 = 1;
-  return (address & 0x3ffff) >> 4 | std::uint64_t{1} << 16 | kGroupBytes >> 4 << 32 | kSwizzle128 << 62;
+  return (address & 0x3ffff) >> 4 | std::uint64_t{panel_bytes >> 4} << 16 | kGroupBytes >> 4 << 32 | kSwizzle128 << 62;
 }
 
 __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -124,8 +131,10 @@ __device__ __forceinline__ void wait_for_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
 }
 
-// sum (+)= a bᵀ of bfloat16 matrices a (64 x 16) and b (128 or 256 x 16), by a warpgroup.
+// sum (+)= a bᵀ of bfloat16 matrices a (64 x 16) and b (128 or 256 x 16, in memory or as a result of transposing), by a
+// warpgroup.
 // clang-format off
+template <bool Transposed>
 __device__ __forceinline__ void multiply(float (&sum)[64], std::uint64_t a, std::uint64_t b, bool add) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %66, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
@@ -133,7 +142,7 @@ __device__ __forceinline__ void multiply(float (&sum)[64], std::uint64_t a, std:
       "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
       "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
       "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-      "%64, %65, p, 1, 1, 0, 0;}"
+      "%64, %65, p, 1, 1, 0, %67;}"
       : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3]), "+f"(sum[4]), "+f"(sum[5]), "+f"(sum[6]), "+f"(sum[7]),
         "+f"(sum[8]), "+f"(sum[9]), "+f"(sum[10]), "+f"(sum[11]), "+f"(sum[12]), "+f"(sum[13]), "+f"(sum[14]), "+f"(sum[15]),
         "+f"(sum[16]), "+f"(sum[17]), "+f"(sum[18]), "+f"(sum[19]), "+f"(sum[20]), "+f"(sum[21]), "+f"(sum[22]), "+f"(sum[23]),
@@ -142,8 +151,9 @@ __device__ __forceinline__ void multiply(float (&sum)[64], std::uint64_t a, std:
         "+f"(sum[40]), "+f"(sum[41]), "+f"(sum[42]), "+f"(sum[43]), "+f"(sum[44]), "+f"(sum[45]), "+f"(sum[46]), "+f"(sum[47]),
         "+f"(sum[48]), "+f"(sum[49]), "+f"(sum[50]), "+f"(sum[51]), "+f"(sum[52]), "+f"(sum[53]), "+f"(sum[54]), "+f"(sum[55]),
         "+f"(sum[56]), "+f"(sum[57]), "+f"(sum[58]), "+f"(sum[59]), "+f"(sum[60]), "+f"(sum[61]), "+f"(sum[62]), "+f"(sum[63])
-      : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+      : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(Transposed ? 1 : 0));
 }
+template <bool Transposed>
 __device__ __forceinline__ void multiply(float (&sum)[128], std::uint64_t a, std::uint64_t b, bool add) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %130, 0; wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
@@ -155,7 +165,7 @@ __device__ __forceinline__ void multiply(float (&sum)[128], std::uint64_t a, std
       "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
       "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
       "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
-      "%128, %129, p, 1, 1, 0, 0;}"
+      "%128, %129, p, 1, 1, 0, %131;}"
       : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3]), "+f"(sum[4]), "+f"(sum[5]), "+f"(sum[6]), "+f"(sum[7]),
         "+f"(sum[8]), "+f"(sum[9]), "+f"(sum[10]), "+f"(sum[11]), "+f"(sum[12]), "+f"(sum[13]), "+f"(sum[14]), "+f"(sum[15]),
         "+f"(sum[16]), "+f"(sum[17]), "+f"(sum[18]), "+f"(sum[19]), "+f"(sum[20]), "+f"(sum[21]), "+f"(sum[22]), "+f"(sum[23]),
@@ -172,7 +182,7 @@ __device__ __forceinline__ void multiply(float (&sum)[128], std::uint64_t a, std
         "+f"(sum[104]), "+f"(sum[105]), "+f"(sum[106]), "+f"(sum[107]), "+f"(sum[108]), "+f"(sum[109]), "+f"(sum[110]), "+f"(sum[111]),
         "+f"(sum[112]), "+f"(sum[113]), "+f"(sum[114]), "+f"(sum[115]), "+f"(sum[116]), "+f"(sum[117]), "+f"(sum[118]), "+f"(sum[119]),
         "+f"(sum[120]), "+f"(sum[121]), "+f"(sum[122]), "+f"(sum[123]), "+f"(sum[124]), "+f"(sum[125]), "+f"(sum[126]), "+f"(sum[127])
-      : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+      : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(Transposed ? 1 : 0));
 }
 // clang-format on
 

@@ -1,10 +1,5 @@
-// A linear layer whose epilogue compresses: activation(x wᵀ + b) and the compressed form of x wᵀ + b, which itself is
-// never written. For sm_90a.
-//
-// Thread blocks stay and take tiles of 128 rows x 256 columns, in clusters of two that lie below each other and share
-// w's part. One thread keeps the copies of x and w coming, two warpgroups multiply (64 rows each), and codec warps
-// encode what came before: a multiplying warp leaves its 16 rows, rounded to bfloat16, in shared memory, and goes on
-// with the next tile. Those 16 x 256 elements are a strip: four blocks of geometry `patch`, one tile of the format.
+// The epilogue that compresses: activation(x wᵀ + b) and the compressed form of x wᵀ + b, which itself is never
+// written.
 #pragma once
 
 #include <cooperative_groups.h>
@@ -14,324 +9,78 @@
 #include "bitsparse/format.h"
 #include "device/blob_store.cuh"
 #include "device/compress.cuh"
-#include "device/hopper.cuh"
+#include "device/hopper_linear.cuh"
 #include "device/patch_io.cuh"
-#include "device/ptx.cuh"
 #include "launch.h"
 
 namespace bitsparse::kernels {
 
-// Of the matrix product.
-struct LinearTile {
-  static constexpr int kRows = 128, kColumns = Patch::kTileColumns, kDepth = 64;
-  static constexpr int kCluster = 2;
-  static constexpr int kClusterRows = kCluster * kRows;
-  static constexpr int kStrips = kRows / Patch::kRows;
-  static constexpr int kXBytes = 2 * kRows * kDepth, kWBytes = 2 * kColumns * kDepth, kStageBytes = kXBytes + kWBytes;
-  static constexpr int kStages = 3;
-  // Clusters work on groups of this many rows of tiles, so that what they read together stays in L2.
-  static constexpr int kGroupRows = 8;
-};
-
-// How the threads are shared out. Where the inner dimension is short, encoding is what takes time: eight warps of their
-// own; else three beside the one that copies, and more registers for all.
+// In front of a strip is room for its blob's headers: as blocks are encoded, the blob grows over them, and no block
+// takes more than it did.
 template <Codec C, Epilogue E, bool ManyCodecWarps>
-struct LinearConfig {
+struct LinearCompress : LinearLayout<ManyCodecWarps, 4 * BlockLayout<2>::kBlocksPerTile,
+                                     4 * CompressConfig<DType::bfloat16, C, Keep::positive, E>::kSlotWords> {
   using Block = CompressConfig<DType::bfloat16, C, Keep::positive, E>;
-  using L = typename Block::L;
-  static constexpr bool kManyCodecWarps = ManyCodecWarps;
-  static constexpr int kCodecWarps = ManyCodecWarps ? 8 : 3;
-  static constexpr int kThreads = 128 * (ManyCodecWarps ? 5 : 3);
-  static constexpr int kCopyRegisters = ManyCodecWarps ? 32 : 136;
-  static constexpr int kProductRegisters = ManyCodecWarps ? 160 : 184;
-  static constexpr int kCodecRegisters = 64;  // of warpgroups of their own
+  using Layout = LinearCompress;
+  static constexpr bool kTransposedW = false;
 
-  // A strip: four words for the blob's headers, then its blocks. As those are encoded, the blob grows over them: no
-  // block takes more than it did.
-  static constexpr int kHeaderBytes = 4 * L::kBlocksPerTile;
-  static constexpr int kBlockBytes = 4 * L::kBlockWords;
-  static constexpr int kStripBytes = kHeaderBytes + L::kBlocksPerTile * kBlockBytes;
-  static constexpr int kSlotBytes = 4 * Block::kSlotWords;
-  static constexpr int kBiasBytes = 2 * LinearTile::kColumns;
+  struct Worker {
+    using L = typename Block::L;
+    const LinearOperands& operands;
+    const Strips& strips;
+    std::uint32_t* slots;
+    int lane;
+    __device__ Worker(const LinearOperands& operands, const Strips& strips, int /*first*/, std::uint32_t* slots,
+                      int lane)
+        : operands(operands), strips(strips), slots(slots), lane(lane) {}
 
-  // Places in shared memory.
-  static constexpr int kAlignment = 1024;  // of swizzled matrices
-  static constexpr int kStrips = LinearTile::kStages * LinearTile::kStageBytes;
-  static constexpr int kSlots = kStrips + LinearTile::kStrips * kStripBytes;
-  static constexpr int kBias = kSlots + kCodecWarps * kSlotBytes;
-  static constexpr int kBarriers = kBias + 2 * kBiasBytes;
-  static constexpr int kSharedBytes = kAlignment + kBarriers + 8 * (2 * LinearTile::kStages + 3 * LinearTile::kStrips);
-};
-
-struct LinearShape {
-  int rows, columns, depth;  // of the result, and of the sums: multiples of 256, 256 and 64
-};
-
-// Which tile is the n-th: down a group of rows, then the next column.
-struct LinearRaster {
-  int column_tiles, cluster_rows;
-
-  __device__ explicit LinearRaster(const LinearShape& shape)
-      : column_tiles(shape.columns / LinearTile::kColumns), cluster_rows(shape.rows / LinearTile::kClusterRows) {}
-  __device__ int count() const { return column_tiles * cluster_rows; }
-  // In tiles; the row is the cluster's first.
-  __device__ int2 at(int n) const {
-    const int per_group = LinearTile::kGroupRows * column_tiles, group = n / per_group, in_group = n % per_group;
-    const int first = group * LinearTile::kGroupRows, rows = min(LinearTile::kGroupRows, cluster_rows - first);
-    return make_int2(in_group / rows, LinearTile::kCluster * (first + in_group % rows));
-  }
-};
-
-struct LinearBarriers {
-  std::uint32_t base;
-  __device__ std::uint32_t loaded(int stage) const { return base + 8 * stage; }
-  __device__ std::uint32_t multiplied(int stage) const { return loaded(LinearTile::kStages + stage); }
-  // A strip is full for tiles of one parity and of the other: a codec warp may come to it a tile late.
-  __device__ std::uint32_t full(int strip, int parity) const {
-    return loaded(2 * LinearTile::kStages + parity * LinearTile::kStrips + strip);
-  }
-  __device__ std::uint32_t encoded(int strip) const { return full(strip, 2); }
-
-  __device__ void init() const {
-    for (int i = 0; i < LinearTile::kStages; ++i) {
-      init_barrier(loaded(i), 1);
-      init_barrier(multiplied(i), 2 * LinearTile::kCluster);  // both warpgroups of all thread blocks
-    }
-    for (int i = 0; i < LinearTile::kStrips; ++i) {
-      init_barrier(full(i, 0), 1);
-      init_barrier(full(i, 1), 1);
-      init_barrier(encoded(i), 1);
-    }
-    show_barriers_to_cluster();
-  }
-};
-
-// A ring of stages and the parity of the round.
-struct LinearStage {
-  int index = 0;
-  std::uint32_t parity = 0;
-  __device__ void advance() {
-    if (++index == LinearTile::kStages) {
-      index = 0;
-      parity ^= 1;
-    }
-  }
-};
-
-struct LinearOperands {
-  CUtensorMap x, w;
-  const void* bias;  // bfloat16, aligned to 16 bytes; null: none
-  void* out;
-  LinearShape shape;
-  BlobStore store;
-};
-
-// By one thread.
-template <class Config>
-__device__ __forceinline__ void copy_operands(const LinearOperands& operands, std::uint32_t shared,
-                                              const LinearBarriers& barriers, int first, int step) {
-  const LinearRaster raster(operands.shape);
-  const int rank = static_cast<int>(cluster_rank()), steps = operands.shape.depth / LinearTile::kDepth;
-  constexpr int kHalf = LinearTile::kColumns / LinearTile::kCluster;
-  LinearStage stage;
-  for (int n = first, odd = 0; n < raster.count(); n += step, odd ^= 1) {
-    const int2 tile = raster.at(n);
-    const int row = (tile.y + rank) * LinearTile::kRows, column = tile.x * LinearTile::kColumns;
-    for (int k = 0; k < steps; ++k) {
-      const std::uint32_t loaded = barriers.loaded(stage.index);
-      const std::uint32_t x = shared + stage.index * LinearTile::kStageBytes, w = x + LinearTile::kXBytes;
-      const bool with_bias = k == 0 && operands.bias;
-      wait_for(barriers.multiplied(stage.index), stage.parity ^ 1);
-      arrive_expecting(loaded, LinearTile::kStageBytes + (with_bias ? Config::kBiasBytes : 0));
-      load_box(x, &operands.x, k * LinearTile::kDepth, row, loaded);
-      load_box_to(3, w + rank * (LinearTile::kWBytes / 2), &operands.w, k * LinearTile::kDepth, column + rank * kHalf,
-                  loaded);
-      // Two places in turns: with at least four steps a tile, nobody still looks at the last but one.
-      if (with_bias) {
-        const auto* from = static_cast<const std::uint8_t*>(operands.bias) + 2 * column;
-        bulk_load_at(shared + Config::kBias + odd * Config::kBiasBytes, from, Config::kBiasBytes, loaded);
-      }
-      stage.advance();
-    }
-  }
-}
-
-// A warp's 16 rows of the sums, rounded, to its strip: columns in groups of 64, rows of 128 bytes, swizzled as stmatrix
-// wants it. `bias`: shared address of the tile's, 0: none.
-__device__ __forceinline__ void leave_strip(const float (&sum)[128], std::uint32_t strip, std::uint32_t bias,
-                                            int lane) {
-  const int row = lane & 15, chunk = lane >> 4;
-  const std::uint32_t own = row * 128 + ((chunk ^ (row & 7)) << 4);
+    // Warp-wide: strip `s`, once `wait` returns.
+    template <class Wait>
+    __device__ __forceinline__ void work(int s, std::uint8_t* strip, const Wait& wait) {
+      const auto [row, column] = strips.at(s);
+      const std::int64_t columns = operands.shape.columns;
+      const PatchTiles tiles(operands.shape);
+      const auto moves = ByteMoves<Block::kBytes>::compacting(lane);
+      auto* const blob = reinterpret_cast<std::uint32_t*>(strip);
+      std::uint32_t words = L::kBlocksPerTile, kept = 0, units = 0;
+      std::uint64_t ticket = 0;
+      wait();
+#pragma unroll 1
+      for (int b = 0; b < L::kBlocksPerTile; ++b) {
+        LaneBlock<Block> block;
 #pragma unroll
-  for (int j = 0; j < LinearTile::kColumns / 8; j += 2) {
-    std::uint32_t words[4];
-#pragma unroll
-    for (int q = 0; q < 4; ++q) {
-      float2 pair = make_float2(sum[4 * j + 2 * q], sum[4 * j + 2 * q + 1]);
-      if (bias) {
-        const float2 b = unpack_bfloat16(load_shared(bias + 4 * (4 * (j + q / 2) + (lane & 3))));
-        pair.x = __fadd_rn(pair.x, b.x);
-        pair.y = __fadd_rn(pair.y, b.y);
-      }
-      words[q] = pack_bfloat16(pair);
-    }
-    store_matrices(strip + (j >> 3) * (Patch::kRows * 128) + (own ^ ((j & 7) << 4)), words);
-  }
-}
-
-// By a warpgroup; `half`: which of the tile's rows.
-template <class Config>
-__device__ __forceinline__ void multiply_tiles(const LinearOperands& operands, std::uint32_t shared,
-                                               const LinearBarriers& barriers, int first, int step, int half) {
-  const int tiles = LinearRaster(operands.shape).count(), steps = operands.shape.depth / LinearTile::kDepth;
-  const int thread = threadIdx.x & 127, lane = thread & 31, strip = 4 * half + (thread >> 5);
-  const std::uint32_t strip_at = shared + Config::kStrips + strip * Config::kStripBytes + Config::kHeaderBytes;
-  // A stage is free when all thread blocks that got its part of w are through with it.
-  const auto release = [&](int stage) {
-    if (thread < LinearTile::kCluster) arrive_at(barriers.multiplied(stage), thread);
-  };
-  float sum[128];
-  LinearStage stage;
-  std::uint32_t odd = 0;
-  for (int n = first; n < tiles; n += step, odd ^= 1) {
-    int before = -1;
-    for (int k = 0; k < steps; ++k) {
-      wait_for(barriers.loaded(stage.index), stage.parity);
-      const std::uint32_t x = shared + stage.index * LinearTile::kStageBytes + half * (LinearTile::kXBytes / 2);
-      const std::uint32_t w = shared + stage.index * LinearTile::kStageBytes + LinearTile::kXBytes;
-      begin_products();
-#pragma unroll
-      for (int part = 0; part < LinearTile::kDepth / 16; ++part) {
-        const std::uint64_t rows = matrix_at(x + 32 * part), columns = matrix_at(w + 32 * part);
-        const bool add = k + part > 0;
-        if constexpr (Config::kManyCodecWarps) {  // one instruction can't have more registers than the kernel starts with
-          multiply(reinterpret_cast<float(&)[64]>(sum[0]), rows, columns, add);
-          multiply(reinterpret_cast<float(&)[64]>(sum[64]), rows, matrix_at(w + LinearTile::kWBytes / 2 + 32 * part), add);
-        } else {
-          multiply(sum, rows, columns, add);
+        for (int i = 0; i < L::kChunksPerLane; ++i)
+          block.elements[i] = strip_chunk(strip + Layout::kHeaderBytes + b * Layout::kBlockBytes, i, lane);
+        take_block(block, PatchChunks(operands.out, row, column + b * Patch::kColumns, columns, lane));
+        __syncwarp();  // the block may be overwritten
+        const BlockPlan plan = prepare_block<Block>(block, moves, slots, /*whole=*/true, lane);
+        const std::uint32_t after = words + plan.mask_words + plan.code_words;
+        kept += block.all.kept();
+        if (b == L::kBlocksPerTile - 1) {
+          units = (after + 3) >> 2;
+          if (lane == 0) ticket = reserve_units(operands.store, units);
+          if (after + lane < 4 * units) blob[after + lane] = 0;
         }
+        if (lane == 0) blob[b] = L::make_header(words, plan.width, plan.kind, plan.stored_reference);
+        write_body(block, moves, plan, slots, blob + words, lane);
+        words = after;
+        __syncwarp();
       }
-      commit_products();
-      if (before >= 0) {
-        wait_for_products<1>();
-        release(before);
+      fence_shared_to_bulk();
+      __syncwarp();
+      bool last = false;
+      if (lane == 0) {
+        const Reservation reservation = reservation_of(ticket, tiles.count);
+        last = reservation.last;
+        const Placement where = place_blob(operands.store, tiles.at(row, column), reservation, units, kept);
+        bulk_store_blob(blob, units, where);
+        if (last) ticket = reservation.offset + units;
       }
-      before = stage.index;
-      stage.advance();
+      if (__shfl_sync(~0u, last, 0))
+        finish_lease(cooperative_groups::tiled_partition<kLanes>(cooperative_groups::this_thread_block()),
+                     operands.store, __shfl_sync(~0u, ticket, 0));
     }
-    wait_for_products<0>();
-    release(before);
-    wait_for(barriers.encoded(strip), odd ^ 1);
-    leave_strip(sum, strip_at, operands.bias ? shared + Config::kBias + odd * Config::kBiasBytes : 0, lane);
-    __syncwarp();
-    if (lane == 0) arrive(barriers.full(strip, odd));
-  }
-}
-
-// Warp-wide: the strip's activation to `out`, its blob to the store.
-template <class Config>
-__device__ __forceinline__ void encode_strip(const LinearOperands& operands, std::uint8_t* strip, std::uint32_t* slots,
-                                             std::int64_t row, std::int64_t column, int lane) {
-  using Block = typename Config::Block;
-  using L = typename Config::L;
-  const std::int64_t columns = operands.shape.columns;
-  const auto tile_columns = static_cast<std::uint32_t>(columns / Patch::kTileColumns);
-  const auto tile = static_cast<std::uint32_t>(row / Patch::kRows) * tile_columns +
-                    static_cast<std::uint32_t>(column / Patch::kTileColumns);
-  const auto moves = ByteMoves<Block::kBytes>::compacting(lane);
-  auto* const blob = reinterpret_cast<std::uint32_t*>(strip);
-  std::uint32_t words = L::kBlocksPerTile, kept = 0, units = 0;
-  std::uint64_t ticket = 0;
-#pragma unroll 1
-  for (int b = 0; b < L::kBlocksPerTile; ++b) {
-    LaneBlock<Block> block;
-#pragma unroll
-    for (int i = 0; i < L::kChunksPerLane; ++i) {
-      const int in_row = lane % Patch::kRowChunks, block_row = i * (kLanes / Patch::kRowChunks) + lane / Patch::kRowChunks;
-      block.elements[i] = *reinterpret_cast<const uint4*>(strip + Config::kHeaderBytes + b * Config::kBlockBytes +
-                                                          block_row * 128 + ((in_row ^ (block_row & 7)) << 4));
-    }
-    take_block(block, PatchChunks(operands.out, row, column + b * Patch::kColumns, columns, lane));
-    __syncwarp();  // the block may be overwritten
-    const BlockPlan plan = prepare_block<Block>(block, moves, slots, /*whole=*/true, lane);
-    const std::uint32_t after = words + plan.mask_words + plan.code_words;
-    kept += block.all.kept();
-    if (b == L::kBlocksPerTile - 1) {
-      units = (after + 3) >> 2;
-      if (lane == 0) ticket = reserve_units(operands.store, units);
-      if (after + lane < 4 * units) blob[after + lane] = 0;
-    }
-    if (lane == 0) blob[b] = L::make_header(words, plan.width, plan.kind, plan.stored_reference);
-    write_body(block, moves, plan, slots, blob + words, lane);
-    words = after;
-    __syncwarp();
-  }
-  fence_shared_to_bulk();
-  __syncwarp();
-  bool last = false;
-  if (lane == 0) {
-    const Reservation reservation =
-        reservation_of(ticket, static_cast<std::uint32_t>(operands.shape.rows / Patch::kRows) * tile_columns);
-    last = reservation.last;
-    const Placement where = place_blob(operands.store, tile, reservation, units, kept);
-    bulk_store_blob(blob, units, where);
-    if (last) ticket = reservation.offset + units;
-  }
-  if (__shfl_sync(~0u, last, 0))
-    finish_lease(cooperative_groups::tiled_partition<kLanes>(cooperative_groups::this_thread_block()), operands.store,
-                 __shfl_sync(~0u, ticket, 0));
-}
-
-// By a codec warp: every kCodecWarps-th strip.
-template <class Config>
-__device__ __forceinline__ void encode_strips(const LinearOperands& operands, std::uint8_t* shared,
-                                              const LinearBarriers& barriers, int first, int step, int codec) {
-  const LinearRaster raster(operands.shape);
-  const int lane = threadIdx.x & 31, rank = static_cast<int>(cluster_rank());
-  auto* const slots = reinterpret_cast<std::uint32_t*>(shared + Config::kSlots + codec * Config::kSlotBytes);
-  const int tiles = first < raster.count() ? (raster.count() - first + step - 1) / step : 0;
-#pragma unroll 1
-  for (int s = codec; s < tiles * LinearTile::kStrips; s += Config::kCodecWarps) {
-    const int t = s / LinearTile::kStrips, strip = s % LinearTile::kStrips;
-    const int2 tile = raster.at(first + t * step);
-    wait_for(barriers.full(strip, t & 1), (t >> 1) & 1);
-    encode_strip<Config>(operands, shared + Config::kStrips + strip * Config::kStripBytes, slots,
-                         std::int64_t{tile.y + rank} * LinearTile::kRows + strip * Patch::kRows,
-                         std::int64_t{tile.x} * LinearTile::kColumns, lane);
-    if (lane == 0) arrive(barriers.encoded(strip));
-    __syncwarp();
-  }
-}
-
-template <class Config>
-__global__ void __cluster_dims__(LinearTile::kCluster, 1, 1) __launch_bounds__(Config::kThreads, 1)
-    linear_compress_kernel(const __grid_constant__ LinearOperands operands) {
-  extern __shared__ std::uint8_t dynamic[];
-  const std::uint32_t skipped = -shared_address(dynamic) & (Config::kAlignment - 1);
-  std::uint8_t* const shared = dynamic + skipped;
-  const std::uint32_t at = shared_address(shared);
-  const LinearBarriers barriers{at + Config::kBarriers};
-  if (threadIdx.x == 0) barriers.init();
-  cluster_sync();
-
-  const int group = threadIdx.x >> 7, warp = threadIdx.x >> 5;
-  const int first = blockIdx.x / LinearTile::kCluster, step = gridDim.x / LinearTile::kCluster;
-  if (group == 0) {
-    give_registers<Config::kCopyRegisters>();
-    if (warp == 0) {
-      if (threadIdx.x == 0) copy_operands<Config>(operands, at, barriers, first, step);
-    } else if constexpr (!Config::kManyCodecWarps) {
-      encode_strips<Config>(operands, shared, barriers, first, step, warp - 1);
-    }
-  } else if (group <= 2) {
-    take_registers<Config::kProductRegisters>();
-    multiply_tiles<Config>(operands, at, barriers, first, step, group - 1);
-  } else if constexpr (Config::kManyCodecWarps) {
-    give_registers<Config::kCodecRegisters>();
-    encode_strips<Config>(operands, shared, barriers, first, step, warp - 12);
-  }
-  __syncwarp();
-  cluster_sync();  // nobody leaves while others still write to its shared memory
-}
+  };
+};
 
 }  // namespace bitsparse::kernels

@@ -107,14 +107,14 @@ __device__ __forceinline__ Nibbles collect_nibbles(std::uint32_t x) {
   return {(x & 0xff) | moved(1) | moved(2) | moved(3), __dp4a(low, 0x40100401u, __dp4a(high, 0x80200802u, 0u))};
 }
 
-// Warp-wide: the flat form, and back.
+// Warp-wide: the flat form, and back. What is read from is a pointer, or like one.
 template <int Bytes>
 __device__ __forceinline__ void write_flat(std::uint32_t* out, const LaneMask<Bytes>& mask, int lane) {
 #pragma unroll
   for (int w = 0; w < LaneMask<Bytes>::kWords; ++w) out[w * kLanes + lane] = mask.words[w];
 }
-template <int Bytes>
-__device__ __forceinline__ LaneMask<Bytes> read_flat(const std::uint32_t* in, int lane) {
+template <int Bytes, class Words>
+__device__ __forceinline__ LaneMask<Bytes> read_flat(const Words& in, int lane) {
   LaneMask<Bytes> mask;
 #pragma unroll
   for (int w = 0; w < LaneMask<Bytes>::kWords; ++w) mask.words[w] = in[w * kLanes + lane];
@@ -169,11 +169,22 @@ __device__ __forceinline__ std::uint32_t spread_nibbles(std::uint32_t x, std::ui
   return (x & low) | (high & present & 0xf0f0f0f0u);
 }
 
+// The lane's presence bits, a byte for each mask word.
+template <int Words>
+__device__ __forceinline__ std::uint32_t presence_of_lane(const std::uint32_t* in, int lane) {
+  return reinterpret_cast<const Slot<Words>*>(in)[lane];
+}
+template <int Words, class Source>
+__device__ __forceinline__ std::uint32_t presence_of_lane(const Source& in, int lane) {
+  constexpr int kLanesPerWord = 4 / Words, kBits = 8 * Words;
+  return in[lane / kLanesPerWord] >> (kBits * (lane % kLanesPerWord)) & ((1u << kBits) - 1);
+}
+
 // Warp-wide: the lane's mask; `words` is the size of the form read.
-template <int Bytes>
-__device__ __forceinline__ LaneMask<Bytes> read_two_level(const std::uint32_t* in, int lane, std::uint32_t& words) {
+template <int Bytes, class Words>
+__device__ __forceinline__ LaneMask<Bytes> read_two_level(const Words& in, int lane, std::uint32_t& words) {
   using L = BlockLayout<Bytes>;
-  const std::uint32_t presence = reinterpret_cast<const Slot<L::kLaneMaskWords>*>(in)[lane];
+  const std::uint32_t presence = presence_of_lane<L::kLaneMaskWords>(in, lane);
   const std::uint32_t own = __popc(presence), through = warp_inclusive_sum(own);
   std::uint32_t before = through - own;
   LaneMask<Bytes> mask;

@@ -1,66 +1,14 @@
-// The linear layer that compresses: tensor maps and the launch.
-#define BITSPARSE_RARE __forceinline__  // the kernel changes its registers' number, and so can't call
-
-#include <cudaTypedefs.h>
-
-#include "device/launch_config.cuh"
 #include "device/linear_compress.cuh"
+#include "hopper/linear_launch.cuh"
 #include "launch.h"
 
 namespace bitsparse::kernels {
 namespace {
 
-// From this inner dimension on three codec warps keep up.
-constexpr std::int64_t kLongDepth = 2048;
-
-PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
-  static const auto encoder = [] {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult found;
-#if CUDART_VERSION >= 12050
-    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
-                                                               cudaEnableDefault, &found);
-#else
-    const cudaError_t error = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &found);
-#endif
-    if (error != cudaSuccess || found != cudaDriverEntryPointSuccess) function = nullptr;
-    return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
-  }();
-  return encoder;
-}
-
-// Of a row-major bfloat16 matrix, in boxes of 128 bytes a row.
-bool make_map(CUtensorMap& map, const void* data, std::int64_t rows, std::int64_t columns, int box_rows) {
-  const auto encode = tensor_map_encoder();
-  if (!encode) return false;
-  const cuuint64_t size[] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
-  const cuuint64_t stride[] = {static_cast<cuuint64_t>(2 * columns)};
-  const cuuint32_t box[] = {LinearTile::kDepth, static_cast<cuuint32_t>(box_rows)}, step[] = {1, 1};
-  return encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void*>(data), size, stride, box, step,
-                CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
-}
-
-template <Codec C, Epilogue E, bool ManyCodecWarps>
-cudaError_t launch_linear(const LinearOperands& operands, cudaStream_t stream) {
-  using Config = LinearConfig<C, E, ManyCodecWarps>;
-  constexpr auto kernel = linear_compress_kernel<Config>;
-  int device = 0, processors = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess)
-    error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-  if (error == cudaSuccess)
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Config::kSharedBytes);
-  if (error != cudaSuccess) return error;
-  const unsigned blocks = processors / LinearTile::kCluster * LinearTile::kCluster;
-  kernel<<<blocks, Config::kThreads, Config::kSharedBytes, stream>>>(operands);
-  return cudaGetLastError();
-}
-
 template <Codec C, Epilogue E>
 cudaError_t launch_codec(const LinearOperands& operands, cudaStream_t stream) {
-  if (operands.shape.depth < kLongDepth) return launch_linear<C, E, true>(operands, stream);
-  return launch_linear<C, E, false>(operands, stream);
+  if (operands.shape.depth < kLongDepth) return launch_linear<LinearCompress<C, E, true>>(operands, stream);
+  return launch_linear<LinearCompress<C, E, false>>(operands, stream);
 }
 
 template <Epilogue E>

@@ -201,7 +201,8 @@ struct Lease {
             nullptr,
             pool.pool(),
             record.as<kernels::LeaseRecord>(),
-            pool.shift()};
+            pool.shift(),
+            0};
   }
   kernels::LeaseRecord state() const { return record.read_as<kernels::LeaseRecord>()[0]; }
   void clear_record() { record = Buffer(sizeof(kernels::LeaseRecord), 0); }
