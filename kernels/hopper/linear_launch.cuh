@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "device/hopper_linear.cuh"
+#include "device/launch_config.cuh"
 #include "launch.h"
 
 namespace bitsparse::kernels {
@@ -48,7 +49,7 @@ cudaError_t launch_linear(const LinearOperands& operands, cudaStream_t stream) {
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   if (error == cudaSuccess)
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Config::kSharedBytes);
+    error = set_once<kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Config::kSharedBytes>();
   if (error != cudaSuccess) return error;
   const unsigned blocks = processors / LinearTile::kCluster * LinearTile::kCluster;
   kernel<<<blocks, Config::kThreads, Config::kSharedBytes, stream>>>(operands);
