@@ -102,6 +102,8 @@ cudaError_t linear_gradient(const void* grad, const void* w, void* out, std::int
                             std::int64_t depth, Epilogue activation, const BlobStore& store, cudaStream_t stream);
 // For these sizes on a device of this compute capability?
 bool linear_compresses(std::int64_t rows, std::int64_t columns, std::int64_t depth, int major, int minor);
+// And is linear_gradient faster than a product and gradient()?
+bool linear_gradient_pays(std::int64_t rows, std::int64_t columns, std::int64_t depth, int major, int minor);
 
 // Rebuilds the kept values, or their squares. `none` and `relu` restore the exact bits.
 cudaError_t restore(void* out, std::int64_t numel, DType dtype, Codec codec, Keep keep, Epilogue epilogue,

@@ -50,12 +50,6 @@ bool is_aligned(const at::Tensor& t) { return reinterpret_cast<std::uintptr_t>(t
 bool is_plain(const at::Tensor& t, const at::Tensor& like) {
   return t.device() == like.device() && t.scalar_type() == at::kBFloat16 && t.is_contiguous() && is_aligned(t);
 }
-bool can_multiply(const at::Tensor& x, const at::Tensor& w, const at::Tensor& out, std::int64_t columns,
-                  std::int64_t depth) {
-  const cudaDeviceProp* const properties = at::cuda::getDeviceProperties(x.device().index());
-  return is_plain(x, x) && is_plain(w, x) && is_plain(out, x) &&
-         kernels::linear_compresses(x.size(0), columns, depth, properties->major, properties->minor);
-}
 
 // Never under the arena's lock: whoever handles warnings may want Python's.
 void give(const std::string& warning) {
@@ -103,7 +97,10 @@ std::optional<at::Tensor> CudaArena::linear_compress(const at::Tensor& x, const 
                                                      const std::optional<at::Tensor>& bias, const at::Tensor& out,
                                                      Codec codec, Activation activation) {
   const std::int64_t rows = x.size(0), depth = x.size(1), columns = w.size(0);
-  if (!can_multiply(x, w, out, columns, depth) || (bias && !is_plain(*bias, x))) return std::nullopt;
+  const cudaDeviceProp* const properties = at::cuda::getDeviceProperties(device().index());
+  if (!is_plain(x, x) || !is_plain(w, x) || !is_plain(out, x) || (bias && !is_plain(*bias, x)) ||
+      !kernels::linear_compresses(rows, columns, depth, properties->major, properties->minor))
+    return std::nullopt;
   const NvtxRange range("linear_compress");
   const LeaseInfo info{rows * columns, at::kBFloat16, codec, device(), columns};
   return write(info, "linear_compress", [&](const kernels::BlobStore& store, CUDAStream stream) {
@@ -162,7 +159,10 @@ void CudaArena::gradient(LeaseState& lease, const LeaseInfo& info, const at::Ten
 bool CudaArena::linear_gradient(LeaseState& lease, const LeaseInfo& info, const at::Tensor& grad, const at::Tensor& w,
                                 const at::Tensor& out, Activation activation) {
   const std::int64_t rows = grad.size(0), depth = grad.size(1), columns = w.size(1);
-  if (columns != info.columns || rows * columns != info.numel || !can_multiply(grad, w, out, columns, depth))
+  const cudaDeviceProp* const properties = at::cuda::getDeviceProperties(device().index());
+  if (columns != info.columns || rows * columns != info.numel || !is_plain(grad, grad) || !is_plain(w, grad) ||
+      !is_plain(out, grad) ||
+      !kernels::linear_gradient_pays(rows, columns, depth, properties->major, properties->minor))
     return false;
   const NvtxRange range("linear_gradient");
   read(lease, info, [&](const kernels::BlobStore& store, CUDAStream stream) {

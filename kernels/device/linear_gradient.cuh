@@ -42,8 +42,8 @@ class BlobWords {
   std::uint32_t split_, last_, at_ = 0;
 };
 
-template <Epilogue E, bool ManyCodecWarps>
-struct LinearGradient : LinearLayout<ManyCodecWarps, 0, 4 * (BlockLayout<2>::kBlockWords + 8)> {
+template <Epilogue E>
+struct LinearGradient : LinearLayout</*ManyCodecWarps=*/false, 0, 4 * (BlockLayout<2>::kBlockWords + 8)> {
   static constexpr DType kDType = DType::bfloat16;
   using L = BlockLayout<2>;
   using Layout = LinearGradient;

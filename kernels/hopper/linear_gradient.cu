@@ -3,15 +3,6 @@
 #include "launch.h"
 
 namespace bitsparse::kernels {
-namespace {
-
-template <Epilogue E>
-cudaError_t launch_gradient(const LinearOperands& operands, cudaStream_t stream) {
-  if (operands.shape.depth < kLongDepth) return launch_linear<LinearGradient<E, true>>(operands, stream);
-  return launch_linear<LinearGradient<E, false>>(operands, stream);
-}
-
-}  // namespace
 
 cudaError_t linear_gradient(const void* grad, const void* w, void* out, std::int64_t rows, std::int64_t columns,
                             std::int64_t depth, Epilogue activation, const BlobStore& store, cudaStream_t stream) {
@@ -23,8 +14,12 @@ cudaError_t linear_gradient(const void* grad, const void* w, void* out, std::int
   if (!make_map(operands.x, grad, rows, depth, LinearTile::kRows) ||
       !make_map(operands.w, w, depth, columns, LinearTile::kDepth))
     return cudaErrorNotSupported;
-  if (activation == Epilogue::relu) return launch_gradient<Epilogue::relu>(operands, stream);
-  return launch_gradient<Epilogue::relu_squared>(operands, stream);
+  if (activation == Epilogue::relu) return launch_linear<LinearGradient<Epilogue::relu>>(operands, stream);
+  return launch_linear<LinearGradient<Epilogue::relu_squared>>(operands, stream);
+}
+
+bool linear_gradient_pays(std::int64_t rows, std::int64_t columns, std::int64_t depth, int major, int minor) {
+  return depth >= kLongDepth && linear_compresses(rows, columns, depth, major, minor);
 }
 
 }  // namespace bitsparse::kernels

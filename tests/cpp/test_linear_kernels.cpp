@@ -25,7 +25,7 @@ constexpr DType kDType = DType::bfloat16;
 constexpr Codec kCodecs[] = {Codec::raw, Codec::signless, Codec::tight};
 constexpr Epilogue kActivations[] = {Epilogue::relu, Epilogue::relu_squared};
 
-// The first depth is short, the second long: they have kernels of their own.
+// The second depth is long, the others short: they have kernels of their own.
 struct Shape {
   std::int64_t rows, columns, depth;
 };
@@ -212,6 +212,9 @@ TEST_F(LinearKernels, Sizes) {
   EXPECT_FALSE(kernels::linear_compresses(256, 128, 256, 9, 0));
   EXPECT_FALSE(kernels::linear_compresses(256, 256, 192, 9, 0));
   EXPECT_FALSE(kernels::linear_compresses(256, 256, 288, 9, 0));
+  EXPECT_TRUE(kernels::linear_gradient_pays(256, 256, 2048, 9, 0));
+  EXPECT_FALSE(kernels::linear_gradient_pays(256, 256, 1024, 9, 0));
+  EXPECT_FALSE(kernels::linear_gradient_pays(256, 128, 2048, 9, 0));
 }
 
 }  // namespace

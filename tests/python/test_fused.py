@@ -101,7 +101,7 @@ def test_whole_numbers(ours, dense, tokens, d_in, d_ff, codec, bias):
         assert_same_training(ours, dense, arguments, signs_like, codec=codec, fused=True)
     kernels = {event.name for event in profile.events() if "linear_kernel" in event.name}
     assert any("LinearCompress" in name for name in kernels), kernels
-    assert any("LinearGradient" in name for name in kernels), kernels
+    assert any("LinearGradient" in name for name in kernels) == (d_in >= 2048), kernels
 
 
 @pytest.mark.cuda
@@ -140,12 +140,14 @@ def test_rounding_is_that_of_any_product():
 @hopper
 @pytest.mark.parametrize("spill_pages", [0, 64])
 def test_full_arena(spill_pages):
-    """Spilled: exact. Lost: seen."""
-    arguments = whole_numbers((4096,), 256, 2048)
+    """Spilled: exact. Lost: seen, by NaN where the host can't know yet, and then by an error."""
+    arguments = whole_numbers((2048,), 2048, 2048)
     expected, gradients = run_backward(dense_ffn, arguments, signs_like)
+    signs = signs_like(expected)
     arena = bitsparse.Arena("cuda", capacity=PAGE, spill_bytes=spill_pages * PAGE)
     with arena:
-        y, got = run_backward(bitsparse.relu_squared_ffn, arguments, signs_like, fused=True)
+        torch.cuda._sleep(1_000_000_000)  # the device is half a second behind
+        y, got = run_backward(bitsparse.relu_squared_ffn, arguments, signs, fused=True)
         torch.cuda.synchronize()
         assert torch.equal(y, expected)
         if spill_pages:
