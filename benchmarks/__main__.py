@@ -11,6 +11,7 @@ COMMANDS = {
     "cpu": "pack and unpack on the CPU against a memcpy",
     "ffn": "forward and backward of feed-forward blocks: dense, bitsparse, checkpointing, offload, torch.compile",
     "models": "whole training steps of a GPT and of Nemotron-H: dense, bitsparse, checkpointing, torch.compile",
+    "products": "matrix products with the codec in their epilogue, against a kernel after them",
     "arena": "what the arena adds to kernels and host, and the cost of its warm-up",
     "check": "print the rows of result files that fall short of their target; exit code 1 if there are any",
     "tables": "write the tables of docs/benchmarks.md from docs/results",

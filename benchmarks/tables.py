@@ -108,6 +108,27 @@ def _losses(cell: Cells, row: str) -> str:
     return NOTHING
 
 
+def _products_tables(result: Result) -> list[Table]:
+    cell = Cells(result)
+    headings = (
+        "tokens × depth × width",
+        "density",
+        "operation",
+        "product ms",
+        "kernel after it",
+        "fused",
+        "of that",
+        "equal",
+    )
+    table = Table("Matrix products with the codec in their epilogue", headings, texts=3)
+    for group in cell.groups(3, "fused_of_after"):
+        shape, density, operation = group.split("/")
+        times = [cell(f"{group}/{method}/ms", 3) for method in ("product", "after", "fused")]
+        ratios = (cell(f"{group}/fused_of_after", 3), cell(f"{group}/equal", 6))
+        table.lines.append((shape.replace("x", " × "), density.split("=")[1], operation, *times, *ratios))
+    return [table]
+
+
 def _other_tables(result: Result) -> list[Table]:
     table = Table(result.name, ("row", "value", "target", "unit"))
     for row in result.rows:
@@ -123,6 +144,7 @@ _MAKERS = {
     "ffn": _ffn_tables,
     "block": _ffn_tables,
     "models": _models_tables,
+    "products": _products_tables,
 }
 
 

@@ -203,7 +203,7 @@ TEST_F(LinearKernels, KeepsSubnormals) {
   EXPECT_TRUE(out.view(at::kShort).equal(w.t()));
 }
 
-TEST_F(LinearKernels, Sizes) {
+TEST(LinearKernelSizes, MultiplesOfTiles) {
   EXPECT_TRUE(kernels::linear_compresses(256, 256, 256, 9, 0));
   EXPECT_FALSE(kernels::linear_compresses(256, 256, 256, 8, 0));
   EXPECT_FALSE(kernels::linear_compresses(256, 256, 256, 10, 0));

@@ -203,6 +203,15 @@ def test_arena(run_python, tmp_path, device):
     assert ("kernels/restore/of_contiguous" in values) == (device == "cuda")
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_products(run_python, tmp_path, device):
+    arguments = ["--quick", "--rounds", "1", "--densities", "0.2", "--device", device]
+    values = run_benchmark(run_python, tmp_path, "products", *arguments).values()
+    name = "256x256x512/density=0.2"
+    assert values[f"{name}/compress/equal"] > 0.99 and values[f"{name}/gradient/equal"] > 0.99
+    assert values[f"{name}/compress/fused/ms"] > 0 and values[f"{name}/gradient/fused_of_after"] > 0
+
+
 KERNELS = ["--quick", "--no-compile", "--rows", "64", "--columns", "1000", "--rounds", "1"]
 
 
