@@ -102,12 +102,11 @@ at::Tensor stand_in(const torch::autograd::Edge& edge) {
 }
 
 // With create_graph, gradients of gradients would be wrong without this node: its backward says so. The tensors after
-// `grad` stand for what the results depend on beside it: w2, and h or what it was computed from. Their data is in the
-// lease and in w2t.
+// `grad` stand for what the results depend on beside it. Their data is in the lease and in w2t.
 struct OnceDifferentiable : torch::autograd::Function<OnceDifferentiable> {
-  static variable_list forward(AutogradContext*, const at::Tensor& grad, const at::Tensor& /*w2*/, const at::Tensor&,
-                               const at::Tensor&, const at::Tensor&, const at::Tensor& lease, const OptionalTensor& w2t,
-                               const LayerInfo& info) {
+  static variable_list forward(AutogradContext*, const at::Tensor& grad, const at::Tensor& /*h*/,
+                               const at::Tensor& /*w2*/, const at::Tensor& /*b1*/, const at::Tensor& lease,
+                               const OptionalTensor& w2t, const LayerInfo& info) {
     at::AutoDispatchBelowADInplaceOrView guard;
     Gradients g = linear_backward(grad, lease, w2t.value_or(at::Tensor()), info);
     variable_list needed;  // outputs of a Function must be defined
@@ -123,46 +122,31 @@ struct OnceDifferentiable : torch::autograd::Function<OnceDifferentiable> {
   }
 };
 
-// linear_backward where backward itself is to be differentiated: `from` are the edges of what h was computed from, at
-// most three.
-Gradients differentiable_backward(const at::Tensor& grad, const at::Tensor& lease, const at::Tensor& w2t,
-                                  const LayerInfo& info, const torch::autograd::Edge& w2,
-                                  const std::vector<torch::autograd::Edge>& from) {
-  // Plain relu's gradient for h alone is constant in h.
-  const bool depends_on_h = info.need_w2 || parse_activation(info.activation) == Activation::relu_squared;
-  const auto of_h = [&](std::size_t i) { return depends_on_h && i < from.size() ? stand_in(from[i]) : at::empty({0}); };
-  const variable_list found = OnceDifferentiable::apply(grad, stand_in(w2), of_h(0), of_h(1), of_h(2), lease,
-                                                        w2t.defined() ? OptionalTensor(w2t) : std::nullopt, info);
-  Gradients g;
-  auto next = found.begin();
-  if (info.need_h) g.h = *next++;
-  if (info.need_w2) g.w2 = *next++;
-  if (info.need_b2) g.b2 = *next++;
-  if (info.need_b1) g.b1 = *next++;
-  return g;
-}
-
 // y = activation(h) w2ᵀ + b2, keeping a lease of h. `overwrite`: h is ours and may become the activation. `b1`: a bias
 // that h contains without autograd's knowledge. Its gradient is made here, as the sum, for which PyTorch can allocate
-// a hundred MiB, is best done before the first layer's gradients are there.
+// a hundred MiB, is best done before the first layer's gradients are there. `given_lease`: h has been
+// compressed, and is the activation already.
 struct ActivationLinear : torch::autograd::Function<ActivationLinear> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& h, const at::Tensor& w2, const OptionalTensor& b2,
-                            const OptionalTensor& b1, const std::string& activation, const std::string& codec,
-                            bool overwrite) {
+                            const OptionalTensor& b1, const OptionalTensor& given_lease, const std::string& activation,
+                            const std::string& codec, bool overwrite) {
     // As eager mode saves it: the values of now, whatever w2.data is set to, with an error if they are overwritten.
     // Made above the guard, where a view shares its base's version counter.
     const at::Tensor w2t = w2.detach().t();
     at::AutoDispatchBelowADInplaceOrView guard;
-    const bool column_major = gives_column_major(h, parse_activation(activation));
+    const bool column_major = !given_lease && gives_column_major(h, parse_activation(activation));
     at::Tensor a = column_major ? h.t() : h, lease;
-    if (saved_tensors_may_be_copied()) {
+    if (given_lease) {
+      lease = *given_lease;
+    } else if (saved_tensors_may_be_copied()) {
       a = at::relu(a);
       lease = pack(a, codec, "positive");
       activate_relu_(a, parse_activation(activation));
-    } else if (overwrite)
+    } else if (overwrite) {
       lease = ops::compress_activation_(a, activation, codec);
-    else
+    } else {
       std::tie(a, lease) = ops::compress_activation(a, activation, codec);
+    }
     if (column_major) a = a.t();
     ctx->set_materialize_grads(false);
     ctx->save_for_backward({h.requires_grad() || b1 ? w2t : at::Tensor(), lease});
@@ -172,11 +156,12 @@ struct ActivationLinear : torch::autograd::Function<ActivationLinear> {
     ctx->saved_data["w2t_column_major"] = is_column_major(w2t);
     ctx->saved_data["has_b2"] = b2.has_value();
     ctx->saved_data["has_b1"] = b1.has_value();
+    ctx->saved_data["fused"] = given_lease.has_value();
     return at::linear(a, w2, b2);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    if (!grads[0].defined()) return variable_list(7);
+    if (!grads[0].defined()) return variable_list(8);
     const auto saved = ctx->get_saved_variables();
     const at::Tensor &w2t = saved[0], &lease = saved[1];
     const auto flag = [&](const char* name) { return ctx->saved_data[name].toBool(); };
@@ -185,71 +170,59 @@ struct ActivationLinear : torch::autograd::Function<ActivationLinear> {
                          ctx->saved_data["d_ff"].toSymInt(),
                          flag("column_major"),
                          flag("w2t_column_major"),
-                         /*fused=*/false,
+                         flag("fused"),
                          ctx->needs_input_grad(0),
                          ctx->needs_input_grad(1),
                          flag("has_b2") && ctx->needs_input_grad(2),
                          flag("has_b1") && ctx->needs_input_grad(b1_edge)};
     Gradients g;
     if (at::GradMode::is_enabled()) {
-      const auto node = torch::autograd::get_current_node();  // this one
+      const auto node = torch::autograd::get_current_node();  // this one, whose inputs are h, w2, biases and lease
       TORCH_INTERNAL_ASSERT(node && node->num_outputs() > 1, "bitsparse: backward outside of autograd");
-      std::vector<torch::autograd::Edge> from{node->next_edge(0)};
-      if (flag("has_b1")) from.push_back(node->next_edge(b1_edge));
-      g = differentiable_backward(grads[0], lease, w2t, info, node->next_edge(1), from);
+      // Plain relu's gradient for h alone is constant in h, which depends on b1.
+      const bool depends_on_h = info.need_w2 || parse_activation(info.activation) == Activation::relu_squared;
+      const at::Tensor h = depends_on_h ? stand_in(node->next_edge(0)) : at::empty({0});
+      const at::Tensor b1 = depends_on_h && flag("has_b1") ? stand_in(node->next_edge(b1_edge)) : at::empty({0});
+      const variable_list found = OnceDifferentiable::apply(grads[0], h, stand_in(node->next_edge(1)), b1, lease,
+                                                            w2t.defined() ? OptionalTensor(w2t) : std::nullopt, info);
+      auto next = found.begin();
+      if (info.need_h) g.h = *next++;
+      if (info.need_w2) g.w2 = *next++;
+      if (info.need_b2) g.b2 = *next++;
+      if (info.need_b1) g.b1 = *next++;
     } else {
       g = linear_backward(grads[0], lease, w2t, info);
     }
-    return {g.h, g.w2, g.b2, g.b1, {}, {}, {}};
+    return {std::move(g.h), std::move(g.w2), std::move(g.b2), std::move(g.b1), {}, {}, {}, {}};
   }
 };
 
-// The whole block with a first matrix product that compresses: y = activation(x w1ᵀ + b1) w2ᵀ + b2 for matrices.
-struct FusedFFN : torch::autograd::Function<FusedFFN> {
-  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& w1, const at::Tensor& w2,
-                            const OptionalTensor& b1, const OptionalTensor& b2, const std::string& activation,
-                            const std::string& codec) {
-    const at::Tensor w2t = w2.detach().t();
+// A first layer whose matrix product compresses: activation(h) and the lease of h = x w1ᵀ + b1, for matrices. What
+// comes back is d loss / d h, as ActivationLinear, the only one to see these, takes the activation for the h of its
+// lease.
+struct LinearCompress : torch::autograd::Function<LinearCompress> {
+  static variable_list forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& w1,
+                               const OptionalTensor& b1, const std::string& activation, const std::string& codec) {
     at::AutoDispatchBelowADInplaceOrView guard;
     const auto [a, lease] = ops::linear_compress(x, w1, b1, activation, codec);
+    ctx->mark_non_differentiable({lease});
     ctx->set_materialize_grads(false);
-    ctx->save_for_backward({x, w1, w2t, lease});
-    ctx->saved_data["activation"] = activation;
-    ctx->saved_data["d_ff"] = w2.sym_size(1);
-    ctx->saved_data["w2t_column_major"] = is_column_major(w2t);
+    ctx->save_for_backward({w1.requires_grad() ? x : at::Tensor(), x.requires_grad() ? w1 : at::Tensor()});
     ctx->saved_data["has_b1"] = b1.has_value();
-    ctx->saved_data["has_b2"] = b2.has_value();
-    return at::linear(a, w2, b2);
+    return {a, lease};
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    if (!grads[0].defined()) return variable_list(7);
+    const at::Tensor& h = grads[0];
+    if (!h.defined()) return variable_list(5);
     const auto saved = ctx->get_saved_variables();
-    const at::Tensor &x = saved[0], &w1 = saved[1], &w2t = saved[2], &lease = saved[3];
-    const auto flag = [&](const char* name) { return ctx->saved_data[name].toBool(); };
-    const bool has_b1 = flag("has_b1");
-    const bool need_x = ctx->needs_input_grad(0), need_w1 = ctx->needs_input_grad(1);
-    const LayerInfo info{ctx->saved_data["activation"].toStringRef(),
-                         ctx->saved_data["d_ff"].toSymInt(),
-                         /*column_major=*/false,
-                         flag("w2t_column_major"),
-                         /*fused=*/true,
-                         need_x || need_w1,
-                         ctx->needs_input_grad(2),
-                         flag("has_b2") && ctx->needs_input_grad(has_b1 ? 4 : 3),
-                         has_b1 && ctx->needs_input_grad(3)};
-    Gradients g;
-    if (at::GradMode::is_enabled()) {
-      const auto node = torch::autograd::get_current_node();
-      TORCH_INTERNAL_ASSERT(node && node->num_outputs() > 2, "bitsparse: backward outside of autograd");
-      std::vector<torch::autograd::Edge> from{node->next_edge(0), node->next_edge(1)};
-      if (has_b1) from.push_back(node->next_edge(3));
-      g = differentiable_backward(grads[0], lease, w2t, info, node->next_edge(2), from);
-    } else {
-      g = linear_backward(grads[0], lease, w2t, info);
-    }
-    const at::Tensor dx = need_x ? g.h.mm(w1) : at::Tensor(), dw1 = need_w1 ? g.h.t().mm(x) : at::Tensor();
-    return {dx, dw1, g.w2, g.b1, g.b2, {}, {}};
+    const at::Tensor &x = saved[0], &w1 = saved[1];
+    // First, as PyTorch can allocate a hundred MiB for it.
+    const bool need_b1 = ctx->saved_data["has_b1"].toBool() && ctx->needs_input_grad(2);
+    at::Tensor b1 = need_b1 ? h.sum(0) : at::Tensor();
+    at::Tensor dx = ctx->needs_input_grad(0) ? h.mm(w1) : at::Tensor();
+    at::Tensor dw1 = ctx->needs_input_grad(1) ? h.t().mm(x) : at::Tensor();
+    return {std::move(dx), std::move(dw1), std::move(b1), {}, {}};
   }
 };
 
@@ -287,8 +260,8 @@ at::Tensor linear_autograd(const at::Tensor& h, const at::Tensor& w2, const Opti
   check_linear(A == Activation::relu ? "relu_linear" : "relu_squared_linear", h, w2, b2);
   parse_codec(codec);
   if (!keeps_lease(h, w2, b2)) return dense_linear(h, w2, b2, A);
-  return ActivationLinear::apply(h, w2, b2, std::nullopt, std::string(activation_name(A)), std::string(codec),
-                                 /*overwrite=*/false);
+  return ActivationLinear::apply(h, w2, b2, std::nullopt, std::nullopt, std::string(activation_name(A)),
+                                 std::string(codec), /*overwrite=*/false);
 }
 
 template <Activation A>
@@ -298,7 +271,10 @@ at::Tensor ffn_autograd(const at::Tensor& x, const at::Tensor& w1, const Optiona
   parse_codec(codec);
   if (fused && may_fuse(x, w1, b1, w2)) {
     const at::Tensor rows = x.dim() == 2 ? x : x.flatten(0, -2);
-    const at::Tensor y = FusedFFN::apply(rows, w1, w2, b1, b2, std::string(activation_name(A)), std::string(codec));
+    const variable_list first =
+        LinearCompress::apply(rows, w1, b1, std::string(activation_name(A)), std::string(codec));
+    const at::Tensor y = ActivationLinear::apply(first[0], w2, b2, std::nullopt, first[1],
+                                                 std::string(activation_name(A)), std::string(codec), false);
     return x.dim() == 2 ? y : y.unflatten_symint(0, x.sym_sizes().slice(0, x.dim() - 1));
   }
   // The first layer is autograd's own: what it saves (x and w1) is what a block of one piece would save, and its
@@ -307,7 +283,7 @@ at::Tensor ffn_autograd(const at::Tensor& x, const at::Tensor& w1, const Optiona
       at::GradMode::is_enabled() && b1 && requires_grad(*b1) && is_as_matrix(x, b1) && is_as_matrix(x, b2);
   at::Tensor h = at::linear(x, w1, own_b1 ? OptionalTensor(b1->detach()) : b1);
   if (!own_b1 && !keeps_lease(h, w2, b2)) return dense_linear(std::move(h), w2, b2, A);
-  return ActivationLinear::apply(h, w2, b2, own_b1 ? b1 : std::nullopt, std::string(activation_name(A)),
+  return ActivationLinear::apply(h, w2, b2, own_b1 ? b1 : std::nullopt, std::nullopt, std::string(activation_name(A)),
                                  std::string(codec), may_overwrite());
 }
 

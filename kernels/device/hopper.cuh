@@ -130,6 +130,11 @@ template <int Pending>
 __device__ __forceinline__ void wait_for_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
 }
+// Sums become values here: the compiler takes them for such as soon as their products are asked for.
+__device__ __forceinline__ void settle(float (&sum)[128]) {
+#pragma unroll
+  for (float& value : sum) asm volatile("" : "+f"(value)::"memory");
+}
 
 // sum (+)= a bᵀ of bfloat16 matrices a (64 x 16) and b (128 or 256 x 16, in memory or as a result of transposing), by a
 // warpgroup.

@@ -237,8 +237,8 @@ __device__ __forceinline__ void multiply_tiles(const LinearOperands& operands, s
         };
         const std::uint64_t rows = matrix_at(x + 32 * part);
         const bool add = k + part > 0;
-        if constexpr (Config::kManyCodecWarps) {  // one instruction can't have more registers than the kernel starts
-                                                  // with
+        // One instruction can't have more registers than the kernel starts with.
+        if constexpr (Config::kManyCodecWarps) {
           multiply<kTransposed>(reinterpret_cast<float(&)[64]>(sum[0]), rows, columns(w), add);
           multiply<kTransposed>(reinterpret_cast<float(&)[64]>(sum[64]), rows, columns(w + LinearTile::kWBytes / 2),
                                 add);
@@ -255,6 +255,7 @@ __device__ __forceinline__ void multiply_tiles(const LinearOperands& operands, s
       stage.advance();
     }
     wait_for_products<0>();
+    settle(sum);
     release(before);
     wait_for(barriers.done(strip), odd ^ 1);
     if (operands.bias)

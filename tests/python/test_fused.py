@@ -1,6 +1,8 @@
 """The block with fused matrix products. Where there are no kernels for it: the dense block's bits. Where there are: with
 whole numbers, of which all sums are exact, the dense block's bits too."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from support import (
@@ -13,6 +15,7 @@ from support import (
     ffn_arguments,
     run_backward,
 )
+from torch.utils.checkpoint import checkpoint
 
 import bitsparse
 
@@ -76,6 +79,23 @@ def test_double_backward_is_a_clear_error():
         for leaf in leaves[:4]:
             with pytest.raises(NotImplementedError, match="double backward is not supported"):
                 torch.autograd.grad(gradient.sum(), leaf, retain_graph=True)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("wrap", ["compiled", "checkpointed", "saved on the host"])
+def test_around_the_block(wrap, device):
+    def ours(*arguments):
+        if wrap == "checkpointed":
+            return checkpoint(fused, *arguments, use_reentrant=False)
+        with torch.autograd.graph.save_on_cpu() if wrap == "saved on the host" else nullcontext():
+            return function(*arguments)
+
+    def fused(*arguments):
+        return bitsparse.relu_squared_ffn(*arguments, fused=True)
+
+    torch._dynamo.reset()
+    function = torch.compile(fused, fullgraph=True, backend="aot_eager") if wrap == "compiled" else fused
+    assert_same_training(ours, dense_ffn, ffn_arguments(device, torch.float32, (2, 35)), signs_like)
 
 
 def test_module():
