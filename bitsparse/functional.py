@@ -3,8 +3,8 @@
 All functions run on the device of their arguments (CPU, or CUDA on the current stream, without synchronising the host)
 and support autograd, ``torch.compile(fullgraph=True)``, autocast and activation checkpointing. Where no gradient is
 needed (``torch.no_grad()``, ``torch.inference_mode()``, nothing that requires one) nothing is compressed. Results and
-gradients equal those of the dense formula bit for bit, in eager mode on the same device. A second derivative is not
-available and raises an error.
+gradients equal those of the dense formula bit for bit, in eager mode on the same device, unless `fused` allows other
+rounding. A second derivative is not available and raises an error.
 
 Squared ReLU is from "Primer: Searching for Efficient Transformers for Language Modeling", So et al. 2021.
 """
@@ -36,6 +36,11 @@ def _call(op: torch._ops.OpOverload, *args: object) -> Tensor:
         raise TypeError(f"bitsparse::{name}: expected {argument} to be {expected}, got {got}") from None
 
 
+def _check_fused(function: str, fused: bool) -> None:
+    if not isinstance(fused, bool):  # dispatchers convert what is nearly one
+        raise TypeError(f"bitsparse::{function}: expected fused to be a bool, got {type(fused).__name__}")
+
+
 def relu_squared_ffn(
     x: Tensor,
     w1: Tensor,
@@ -48,7 +53,7 @@ def relu_squared_ffn(
 ) -> Tensor:
     """``relu(x W1ᵀ + b1)² W2ᵀ + b2``, saving ``relu(...)`` compressed.
 
-    Bit-identical to ``F.linear(F.relu(F.linear(x, w1, b1)).square(), w2, b2)``, outputs and gradients.
+    Bit-identical to ``F.linear(F.relu(F.linear(x, w1, b1)).square(), w2, b2)``, outputs and gradients, unless `fused`.
 
     Args:
         x: (..., d_in), any number of leading dimensions, zero tokens included. BF16, FP16 or FP32; need not be
@@ -59,11 +64,14 @@ def relu_squared_ffn(
         b2: (d_out,) or None.
         codec: "raw" (values as they are), "signless" (sign bit dropped) or "tight" (only the bits that a block of 1024
             elements needs). All are lossless.
-        fused: compute ``x W1ᵀ + b1`` by a matrix product of bitsparse's own, which compresses as it goes and saves one
-            pass over the wide activation. Its sums are float32, rounded once, but not added up in cuBLAS's order: results
-            are as good as dense ones, not the same to the last bit. For BF16 on GPUs of compute capability 9.0, with d_ff
-            and the number of tokens multiples of 256, d_in one of 64 and at least 256, x and w1 contiguous; elsewhere,
-            and under saved-tensor hooks that copy, the same as without.
+        fused: matrix products of bitsparse's own may take cuBLAS's place: one for ``x W1ᵀ + b1`` that compresses as it
+            goes and saves a pass over the wide activation and, if d_out is at least 2048, one for the gradient of that.
+            Sums are float32, rounded once, but need not be added up in cuBLAS's order: results are as good as dense ones
+            and may differ from them in rounding. There are kernels for BF16 on GPUs of compute capability 9.0, where the
+            number of tokens and d_ff are multiples of 256, d_in (for the second: d_out) is at least 256 and a multiple
+            of 64, and x, w1 and w2 are contiguous. Elsewhere, and under saved-tensor hooks that copy and dispatch modes,
+            it makes no difference. Profilers show ``linear_compress`` among the NVTX ranges, and kernels with
+            ``LinearCompress`` in their names.
 
     Returns:
         (..., d_out). Under autocast the arguments are cast as ``F.linear`` does.
@@ -74,6 +82,7 @@ def relu_squared_ffn(
             what was expected and what came.
         bitsparse.OutOfArenaMemory: the arena is full and can't grow.
     """
+    _check_fused("relu_squared_ffn", fused)
     return _call(torch.ops.bitsparse.relu_squared_ffn.default, x, w1, b1, w2, b2, codec, fused)
 
 
@@ -89,8 +98,9 @@ def relu_ffn(
 ) -> Tensor:
     """``relu(x W1ᵀ + b1) W2ᵀ + b2``: as :func:`relu_squared_ffn`, with plain ReLU.
 
-    Bit-identical to ``F.linear(F.relu(F.linear(x, w1, b1)), w2, b2)``, outputs and gradients.
+    Bit-identical to ``F.linear(F.relu(F.linear(x, w1, b1)), w2, b2)``, outputs and gradients, unless `fused`.
     """
+    _check_fused("relu_ffn", fused)
     return _call(torch.ops.bitsparse.relu_ffn.default, x, w1, b1, w2, b2, codec, fused)
 
 

@@ -22,15 +22,18 @@ def _size(name: str, value: int) -> int:
 
 
 class _FFN(torch.nn.Module):
+    fused = False  # of modules that were stored before there was this
+
     def __init__(
         self,
         d_model: int,
         d_ff: int | None = None,
         bias: bool = True,
         codec: str = "tight",
-        fused: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        fused: bool = False,
     ) -> None:
         super().__init__()
         if not isinstance(bias, bool):
@@ -95,8 +98,8 @@ class ReLUSquaredFFN(_FFN):
         d_ff: width inside; 4 * d_model when None.
         bias: whether both layers have a bias.
         codec: "raw", "signless" or "tight".
-        fused: as for :func:`bitsparse.relu_squared_ffn`; not exact.
         device, dtype: of the parameters, as for ``torch.nn.Linear``.
+        fused: as for :func:`bitsparse.relu_squared_ffn`; not exact.
     """
 
     def forward(self, x: Tensor) -> Tensor:

@@ -199,15 +199,18 @@ struct ActivationLinear : torch::autograd::Function<ActivationLinear> {
 
 // A first layer whose matrix product compresses: activation(h) and the lease of h = x w1ᵀ + b1, for matrices. What
 // comes back is d loss / d h, as ActivationLinear, the only one to see these, takes the activation for the h of its
-// lease.
+// lease. Without a kernel for it this is the dense layer, whose backward is eager mode's to the last bit.
 struct LinearCompress : torch::autograd::Function<LinearCompress> {
   static variable_list forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& w1,
                                const OptionalTensor& b1, const std::string& activation, const std::string& codec) {
+    const at::Tensor w1t = w1.detach().t();  // the values of now, as for w2
     at::AutoDispatchBelowADInplaceOrView guard;
     const auto [a, lease] = ops::linear_compress(x, w1, b1, activation, codec);
     ctx->mark_non_differentiable({lease});
     ctx->set_materialize_grads(false);
-    ctx->save_for_backward({w1.requires_grad() ? x : at::Tensor(), x.requires_grad() ? w1 : at::Tensor()});
+    ctx->save_for_backward({w1.requires_grad() ? x : at::Tensor(), x.requires_grad() ? w1t : at::Tensor()});
+    ctx->saved_data["x_column_major"] = is_column_major(x);
+    ctx->saved_data["w1t_column_major"] = is_column_major(w1t);
     ctx->saved_data["has_b1"] = b1.has_value();
     return {a, lease};
   }
@@ -216,13 +219,14 @@ struct LinearCompress : torch::autograd::Function<LinearCompress> {
     const at::Tensor& h = grads[0];
     if (!h.defined()) return variable_list(5);
     const auto saved = ctx->get_saved_variables();
-    const at::Tensor &x = saved[0], &w1 = saved[1];
+    const at::Tensor &x = saved[0], &w1t = saved[1];
+    const auto flag = [&](const char* name) { return ctx->saved_data[name].toBool(); };
+    variable_list out(5);
     // First, as PyTorch can allocate a hundred MiB for it.
-    const bool need_b1 = ctx->saved_data["has_b1"].toBool() && ctx->needs_input_grad(2);
-    at::Tensor b1 = need_b1 ? h.sum(0) : at::Tensor();
-    at::Tensor dx = ctx->needs_input_grad(0) ? h.mm(w1) : at::Tensor();
-    at::Tensor dw1 = ctx->needs_input_grad(1) ? h.t().mm(x) : at::Tensor();
-    return {std::move(dx), std::move(dw1), std::move(b1), {}, {}};
+    if (flag("has_b1") && ctx->needs_input_grad(2)) out[2] = h.sum(0);
+    if (ctx->needs_input_grad(0)) out[0] = linear_input_gradient(h, w1t, flag("x_column_major"));
+    if (ctx->needs_input_grad(1)) out[1] = linear_weight_gradient(h, x, flag("w1t_column_major"));
+    return out;
   }
 };
 
@@ -248,10 +252,11 @@ bool keeps_lease(const at::Tensor& h, const at::Tensor& w2, const OptionalTensor
 
 // Other layouts may get other matrix products in eager mode. Hooks that may copy what is saved, and modes that may keep
 // what ops return, are known to the other way.
-bool may_fuse(const at::Tensor& x, const at::Tensor& w1, const OptionalTensor& b1, const at::Tensor& w2) {
+bool may_fuse(const at::Tensor& x, const at::Tensor& w1, const OptionalTensor& b1, const at::Tensor& w2,
+              const OptionalTensor& b2) {
   const bool needed = requires_grad(x) || requires_grad(w1) || requires_grad(w2) || (b1 && requires_grad(*b1));
-  return at::GradMode::is_enabled() && needed && x.dim() >= 2 && x.is_contiguous() && w1.is_contiguous() &&
-         w2.is_contiguous() && !saved_tensors_may_be_copied() && may_overwrite();
+  return at::GradMode::is_enabled() && needed && x.is_contiguous() && w1.is_contiguous() && w2.is_contiguous() &&
+         is_as_matrix(x, b1) && is_as_matrix(x, b2) && !saved_tensors_may_be_copied() && may_overwrite();
 }
 
 template <Activation A>
@@ -269,7 +274,7 @@ at::Tensor ffn_autograd(const at::Tensor& x, const at::Tensor& w1, const Optiona
                         const OptionalTensor& b2, std::string_view codec, bool fused) {
   check_ffn(A == Activation::relu ? "relu_ffn" : "relu_squared_ffn", x, w1, b1, w2, b2);
   parse_codec(codec);
-  if (fused && may_fuse(x, w1, b1, w2)) {
+  if (fused && may_fuse(x, w1, b1, w2, b2)) {
     const at::Tensor rows = x.dim() == 2 ? x : x.flatten(0, -2);
     const variable_list first =
         LinearCompress::apply(rows, w1, b1, std::string(activation_name(A)), std::string(codec));

@@ -231,7 +231,7 @@ TEST_P(Blocks, ModuleIsTwoLinears) {
 }
 
 TEST_P(Blocks, ModuleOptions) {
-  const auto options = bitsparse::nn::ReLUSquaredFFNOptions(8).d_ff(24).bias(false).codec("raw");
+  const auto options = bitsparse::nn::ReLUSquaredFFNOptions(8).d_ff(24).bias(false).codec("raw").fused(true);
   bitsparse::nn::ReLUSquaredFFN ffn(options);
   ffn->to(device(), torch::kBFloat16);
   ASSERT_EQ(ffn->named_parameters().size(), 2u);
@@ -239,7 +239,7 @@ TEST_P(Blocks, ModuleOptions) {
   EXPECT_EQ(ffn->proj->weight.sizes(), torch::IntArrayRef({8, 24}));
   std::ostringstream text;
   text << ffn;
-  EXPECT_NE(text.str().find("bitsparse::nn::ReLUSquaredFFN(d_model=8, d_ff=24, bias=false, codec=raw)"),
+  EXPECT_NE(text.str().find("bitsparse::nn::ReLUSquaredFFN(d_model=8, d_ff=24, bias=false, codec=raw, fused=true)"),
             std::string::npos)
       << text.str();
   const Tensor x = randn({3, 8}, torch::kBFloat16);

@@ -1,6 +1,7 @@
 """The block with fused matrix products. Where there are no kernels for it: the dense block's bits. Where there are: with
 whole numbers, of which all sums are exact, the dense block's bits too."""
 
+import weakref
 from contextlib import nullcontext
 
 import pytest
@@ -9,6 +10,7 @@ from support import (
     CODECS,
     DEVICES,
     TRAINED,
+    assert_same_bits,
     assert_same_training,
     dense_ffn,
     dense_relu_ffn,
@@ -66,10 +68,68 @@ def test_frozen_arguments(frozen, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_strided_arguments(device):
-    x, w1, b1, w2, b2 = ffn_arguments(device, torch.float32)
-    for arguments in ([x.t().contiguous().t(), w1, b1, w2, b2], [x, w1.t().contiguous().t(), b1, w2, b2]):
+@pytest.mark.parametrize("tokens", [(70,), (2, 35)])
+def test_strided_arguments(tokens, device):
+    x, w1, b1, w2, b2 = ffn_arguments(device, torch.bfloat16, tokens)
+
+    def turned(t):
+        return t.transpose(-1, -2).contiguous().transpose(-1, -2)
+
+    def spread(t):
+        return torch.stack((t, t), -1)[..., 0]
+
+    for arguments in (
+        [turned(x), w1, b1, w2, b2],
+        [x, turned(w1), b1, w2, b2],
+        [x, w1, b1, turned(w2), b2],
+        [x, w1, spread(b1), w2, b2],
+        [x, w1, b1, w2, spread(b2)],
+        [x, w1, b1[:1].expand_as(b1), w2, b2],
+    ):
         assert_same_training(bitsparse.relu_squared_ffn, dense_ffn, arguments, signs_like, fused=True)
+
+
+@pytest.mark.parametrize("d_in, d_ff", [(1, 100), (24, 1), (1, 1)])
+def test_sizes_of_one(d_in, d_ff):
+    """Their layouts are ambiguous, and choose the matrix products of eager mode."""
+    for tokens in (1, 3):
+        arguments = ffn_arguments("cpu", torch.float32, (tokens,), d_in, d_ff, 64)
+        assert_same_training(bitsparse.relu_squared_ffn, dense_ffn, arguments, signs_like, fused=True)
+
+
+def test_tensors_in_several_places():
+    """Their gradients are added up in the order of the dense block's."""
+    x, w1, b1, *_ = ffn_arguments("cpu", torch.float32, d_in=32, d_ff=32)
+    gradients = []
+    for function in (dense_ffn, lambda *arguments: bitsparse.relu_squared_ffn(*arguments, fused=True)):
+        leaves = [t.clone().requires_grad_() for t in (x, w1, b1)]
+        y = function(function(leaves[0], leaves[1], leaves[2], leaves[1], leaves[2]), *leaves[1:], *leaves[1:])
+        gradients.append(torch.autograd.grad((y + leaves[2]).square().sum(), leaves))
+    assert all(map(torch.equal, *gradients))
+
+
+def test_only_what_is_needed_is_kept():
+    x, w1, b1, w2, b2 = ffn_arguments("cpu", torch.float32)
+    x = x.clone()
+    y = bitsparse.relu_squared_ffn(x, w1, b1.requires_grad_(), w2, b2, fused=True)
+    seen = weakref.ref(x)
+    del x
+    assert seen() is None  # w1 needs no gradient
+    y.sum().backward()
+
+
+def test_weights_may_change():
+    """As in the dense block: `.data` changes nothing, and what backward does not need may be overwritten."""
+    for change in (lambda x, w1: setattr(w1, "data", torch.zeros_like(w1)), lambda x, w1: w1.zero_()):
+        gradients = []
+        for function in (dense_ffn, lambda *arguments: bitsparse.relu_squared_ffn(*arguments, fused=True)):
+            x, w1, b1, w2, b2 = ffn_arguments("cpu", torch.float32)
+            w1.requires_grad_()
+            y = function(x, w1, b1, w2, b2)
+            with torch.no_grad():
+                change(x, w1)
+            gradients.append(torch.autograd.grad(y.square().sum(), w1)[0])
+        assert_same_bits(gradients[1], gradients[0])
 
 
 def test_double_backward_is_a_clear_error():
@@ -105,8 +165,11 @@ def test_module():
     assert torch.equal(block(x), dense_ffn(x, block.fc.weight, block.fc.bias, block.proj.weight, block.proj.bias))
     with pytest.raises(TypeError, match="expected fused to be a bool, got int"):
         bitsparse.nn.ReLUSquaredFFN(24, fused=1)
-    with pytest.raises(TypeError, match="expected fused to be bool, got str"):
-        bitsparse.relu_squared_ffn(x, block.fc.weight, None, block.proj.weight, fused="yes")
+    for value in ("yes", 1, None):
+        with pytest.raises(TypeError, match=f"expected fused to be a bool, got {type(value).__name__}"):
+            bitsparse.relu_squared_ffn(x, block.fc.weight, None, block.proj.weight, fused=value)
+    del block.__dict__["fused"]  # as stored before there was this option
+    assert not block.fused and "fused=False" in repr(block)
 
 
 @pytest.mark.cuda
