@@ -76,12 +76,13 @@ Gradients linear_backward(at::Tensor grad, const at::Tensor& lease, const at::Te
     g.w2 = linear_weight_gradient(grad, info.column_major ? a.t() : a, info.w2t_column_major);
   }
   if (info.need_h || info.need_b1) {
+    // The layout of the activation that forward multiplied: a single element is both row- and column-major.
+    const bool column_major = info.column_major || (tokens == 1 && info.d_ff == 1);
     at::Tensor h;
-    if (info.fused) {
+    if (info.fused && !column_major) {
       h = ops::linear_gradient(grad, w2t.t(), lease, info.activation);
     } else {
-      // The layout of the activation that forward multiplied: a single element is both row- and column-major.
-      h = linear_input_gradient(grad, w2t, info.column_major || (tokens == 1 && info.d_ff == 1));
+      h = linear_input_gradient(grad, w2t, column_major);
       if (!may_overwrite()) h = h.clone();
       ops::activation_gradient_(info.column_major ? h.t() : h, lease, info.activation);
     }
