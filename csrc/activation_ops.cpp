@@ -23,6 +23,14 @@ void check_lease_matches(const char* op, const Lease& lease, const at::Tensor& t
               " of ", t.scalar_type(), " on ", t.device(), " were asked for");
 }
 
+// Kernels believe what they are told about sizes.
+void check_product(const char* op, const char* left_name, const at::Tensor& left, const char* right_name,
+                   const at::Tensor& right, bool transposed) {
+  TORCH_CHECK_VALUE(left.dim() == 2 && right.dim() == 2 && left.size(1) == right.size(transposed ? 1 : 0),
+                    "bitsparse::", op, ": expected matrices ", left_name, " and ", right_name,
+                    " that can be multiplied, got ", left.sizes(), " and ", right.sizes());
+}
+
 at::Tensor compress_to(const at::Tensor& h, const at::Tensor& out, std::string_view activation,
                        std::string_view codec) {
   return current_arena(h.device())->compress(h, out, parse_codec(codec), parse_activation(activation));
@@ -50,6 +58,9 @@ std::tuple<at::Tensor, at::Tensor> compress_copy(const at::Tensor& h, std::strin
 std::tuple<at::Tensor, at::Tensor> linear_compress(const at::Tensor& x, const at::Tensor& w,
                                                    const std::optional<at::Tensor>& bias, std::string_view activation,
                                                    std::string_view codec) {
+  check_product("_linear_compress", "x", x, "w", w, /*transposed=*/true);
+  TORCH_CHECK_VALUE(!bias || (bias->dim() == 1 && bias->size(0) == w.size(0)),
+                    "bitsparse::_linear_compress: expected bias to have shape [", w.size(0), "], got ", bias->sizes());
   at::Tensor out = at::empty({x.size(0), w.size(0)}, x.options());
   std::optional<at::Tensor> lease =
       current_arena(x.device())->linear_compress(x, w, bias, out, parse_codec(codec), parse_activation(activation));
@@ -95,6 +106,7 @@ void apply_gradient(at::Tensor& grad, const at::Tensor& handle, std::string_view
 // (grad w) * activation', for matrices: in one kernel where there is one.
 at::Tensor linear_gradient(const at::Tensor& grad, const at::Tensor& w, const at::Tensor& handle,
                            std::string_view activation) {
+  check_product("_linear_gradient", "grad", grad, "w", w, /*transposed=*/false);
   if (is_lease(handle)) {
     const at::Tensor out = at::empty({grad.size(0), w.size(1)}, grad.options());
     if (lease_of(handle).linear_gradient(grad, w, out, parse_activation(activation))) return out;

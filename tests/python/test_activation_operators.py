@@ -126,3 +126,15 @@ def test_a_lease_is_read_only_as_what_it_is(device):
         (RuntimeError, ValueError), match=r"expected activation to be 'relu' or 'relu_squared', got 'gelu'"
     ):
         ops._restore_activation(lease, [4, 5], torch.float32, "gelu")
+
+
+def test_products_that_do_not_fit(device):
+    x, w = torch.randn(8, 6, device=device), torch.randn(4, 6, device=device)
+    for bad_x, bad_w, bias in ((x, w.t(), None), (x[0], w, None), (x, w, torch.randn(3, device=device))):
+        with pytest.raises(ValueError, match="expected (matrices x and w|bias)"):
+            ops._linear_compress(bad_x, bad_w, bias, "relu", "tight")
+    _, lease = ops._linear_compress(x, w, None, "relu", "tight")
+    with pytest.raises(ValueError, match="expected matrices grad and w"):
+        ops._linear_gradient(x, w, lease, "relu")
+    with pytest.raises(RuntimeError, match="the lease holds 32 elements"):
+        ops._linear_gradient(x[:4], w.t(), lease, "relu")
