@@ -131,7 +131,7 @@ def test_a_lease_is_read_only_as_what_it_is(device):
 def test_products_that_do_not_fit(device):
     x, w = torch.randn(8, 6, device=device), torch.randn(4, 6, device=device)
     for bad_x, bad_w, bias in ((x, w.t(), None), (x[0], w, None), (x, w, torch.randn(3, device=device))):
-        with pytest.raises(ValueError, match="expected (matrices x and w|bias)"):
+        with pytest.raises(ValueError, match=r"expected (matrices x and w|bias)"):
             ops._linear_compress(bad_x, bad_w, bias, "relu", "tight")
     _, lease = ops._linear_compress(x, w, None, "relu", "tight")
     with pytest.raises(ValueError, match="expected matrices grad and w"):
