@@ -109,6 +109,7 @@ at::Tensor linear_gradient(const at::Tensor& grad, const at::Tensor& w, const at
   check_product("_linear_gradient", "grad", grad, "w", w, /*transposed=*/false);
   if (is_lease(handle)) {
     const at::Tensor out = at::empty({grad.size(0), w.size(1)}, grad.options());
+    check_lease_matches("_linear_gradient", lease_of(handle), out);
     if (lease_of(handle).linear_gradient(grad, w, out, parse_activation(activation))) return out;
   }
   at::Tensor out = grad.mm(w);

@@ -220,7 +220,15 @@ struct LinearCompress : torch::autograd::Function<LinearCompress> {
     const at::Tensor& h = grads[0];
     if (!h.defined()) return variable_list(5);
     const auto saved = ctx->get_saved_variables();
-    const at::Tensor &x = saved[0], &w1t = saved[1];
+    const at::Tensor& x = saved[0];
+    at::Tensor w1t = saved[1];
+    if (at::GradMode::is_enabled() && w1t.defined()) {  // what is computed from it leads to w1
+      const auto node = torch::autograd::get_current_node();
+      TORCH_INTERNAL_ASSERT(node && node->num_outputs() > 1, "bitsparse: backward outside of autograd");
+      at::Tensor w1 = w1t.t().detach();
+      if (node->next_edge(1).is_valid()) torch::autograd::impl::set_gradient_edge(w1, node->next_edge(1));
+      w1t = w1.t();
+    }
     const auto flag = [&](const char* name) { return ctx->saved_data[name].toBool(); };
     variable_list out(5);
     // First, as PyTorch can allocate a hundred MiB for it.

@@ -1,8 +1,8 @@
 // The kernels' host interface: raw pointers, sizes and a stream in, an error code out. Nothing of torch.
 //
 // Every function enqueues work on `stream` and returns without waiting; nothing here checks what csrc has checked.
-// Element pointers need the alignment of their element only (16-byte alignment is faster). Indices are 64-bit
-// throughout.
+// Element pointers need the alignment of their element only (16-byte alignment is faster), in geometry `patch` that of
+// 16 bytes. Indices are 64-bit throughout.
 #pragma once
 
 #include <cuda_runtime_api.h>

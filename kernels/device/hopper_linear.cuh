@@ -97,7 +97,9 @@ struct LinearBarriers {
   std::uint32_t base;
   __device__ std::uint32_t loaded(int stage) const { return base + 8 * stage; }
   __device__ std::uint32_t multiplied(int stage) const { return loaded(LinearTile::kStages + stage); }
-  // A strip is full for tiles of one parity and of the other: a codec warp may come to it a tile late.
+  // A strip is full for tiles of one parity and of the other: of three codec warps one may ask for a tile's strip
+  // before the other warpgroup has left that of the tile before. Two tiles before it has, as a tile has more steps than
+  // stages.
   __device__ std::uint32_t full(int strip, int parity) const {
     return loaded(2 * LinearTile::kStages + parity * LinearTile::kStrips + strip);
   }

@@ -39,7 +39,7 @@ bool linear_compresses(std::int64_t rows, std::int64_t columns, std::int64_t dep
   constexpr std::int64_t kMost = std::int64_t{1} << 24;  // rows: coordinates, counts of tiles
   return major == 9 && minor == 0 && rows > 0 && rows < kMost && columns > 0 && columns < kMost && depth < kMost &&
          rows % LinearTile::kClusterRows == 0 && columns % LinearTile::kColumns == 0 &&
-         depth % LinearTile::kDepth == 0 && depth >= 4 * LinearTile::kDepth &&
+         depth % LinearTile::kDepth == 0 && depth > LinearTile::kStages * LinearTile::kDepth &&
          rows / Patch::kRows * (columns / Patch::kTileColumns) < kMost;
 }
 

@@ -30,10 +30,12 @@ inline PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
   return encoder;
 }
 
-// Of a row-major bfloat16 matrix, in boxes of 128 bytes a row.
+// Of a row-major bfloat16 matrix, in boxes of 128 bytes a row. The driver wants a context, which a thread that has not
+// called CUDA yet, as autograd's in a first backward, does not have: setting the device binds it.
 inline bool make_map(CUtensorMap& map, const void* data, std::int64_t rows, std::int64_t columns, int box_rows) {
   const auto encode = tensor_map_encoder();
-  if (!encode) return false;
+  int device = 0;
+  if (!encode || cudaGetDevice(&device) != cudaSuccess || cudaSetDevice(device) != cudaSuccess) return false;
   const cuuint64_t size[] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
   const cuuint64_t stride[] = {static_cast<cuuint64_t>(2 * columns)};
   const cuuint32_t box[] = {LinearTile::kDepth, static_cast<cuuint32_t>(box_rows)}, step[] = {1, 1};

@@ -109,6 +109,17 @@ def test_tensors_in_several_places():
     assert all(map(torch.equal, *gradients))
 
 
+def test_gradients_of_constant_gradients():
+    """Plain relu's gradient for x is constant in x, and with w2 frozen depends on w1 alone."""
+    results = []
+    for function in (dense_relu_ffn, lambda *arguments: bitsparse.relu_ffn(*arguments, fused=True)):
+        x, w1, b1, w2, b2 = ffn_arguments("cpu", torch.float32)
+        x.requires_grad_(), w1.requires_grad_()
+        (gradient,) = torch.autograd.grad(function(x, w1, b1, w2, b2).sum(), x, create_graph=True)
+        results.append(torch.autograd.grad(gradient.square().sum() + 0.5 * w1.sum(), w1)[0])
+    assert_same_bits(results[1], results[0])
+
+
 def test_only_what_is_needed_is_kept():
     x, w1, b1, w2, b2 = ffn_arguments("cpu", torch.float32)
     x = x.clone()
