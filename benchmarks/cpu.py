@@ -17,7 +17,7 @@ from torch import Tensor
 
 from benchmarks import data, results, timing
 from benchmarks.bench import CODECS
-from benchmarks.options import Reporting, noted_arguments, parser_of
+from benchmarks.options import Reporting, check_densities, noted_arguments, parser_of
 
 SETS = 2  # of inputs, taking turns
 TARGETS = {"raw": 0.5, "tight": 0.25}  # of a memcpy
@@ -66,8 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rounds = options.rounds or (4 if options.quick else 15)
     if min(elements, rounds, options.threads) < 1:
         parser.error("--elements, --rounds, --threads: expected at least 1")
-    if not all(0 < density < 1 for density in options.densities):
-        parser.error("--densities: expected shares between 0 and 1")
+    check_densities(parser, options.densities)
     torch.set_num_threads(options.threads)
     result = results.describe("cpu", "cpu", noted_arguments(arguments), options.commit)
     load = os.getloadavg()[0]

@@ -3,9 +3,9 @@ checkpointing around each block, saved tensors offloaded to the host, and torch.
 stack; on a GPU bitsparse's last codec with fused matrix products, too.
 
 All use the same weights and data in the same run. Before anything is timed, outputs and all gradients are compared with
-dense eager's, bit for bit (torch.compile and fused products may round differently: the largest difference is reported). Step times are
-taken in turns. Memory is what a step has allocated above what is resident without it: weights, their gradients, input
-and its gradient, the gradient of the output. An arena's whole capacity counts, headroom included.
+dense eager's, bit for bit (torch.compile and fused products may round differently: the largest difference is reported).
+Step times are taken in turns. Memory is what a step has allocated above what is resident without it: weights, their
+gradients, input and its gradient, the gradient of the output. An arena's whole capacity counts, headroom included.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 import bitsparse
 from benchmarks import data, results, timing
 from benchmarks.ffn_functions import FFNFunction, bitsparse_ffn, checkpointed_ffn, dense_ffn, normalize
-from benchmarks.options import Reporting, chosen_device, noted_arguments, parser_of
+from benchmarks.options import Reporting, add_device, check_densities, chosen_device, noted_arguments, parser_of
 
 Forward = Callable[[Tensor, Sequence[Sequence[Tensor]]], Tensor]
 
@@ -221,9 +221,8 @@ class Bench:
         if self.device.type == "cuda":
             yield Method(last, stack(fused), exact=False, arena=bitsparse.Arena(self.device))
         yield Method("checkpoint", CHECKPOINTED)
-        if (
-            self.offload and self.device.type == "cuda" and shape not in self.offloaded
-        ):  # slow, and the same at all densities
+        # Slow, and the same at all densities.
+        if self.offload and self.device.type == "cuda" and shape not in self.offloaded:
             self.offloaded.add(shape)
             yield Method("offload", stack(dense_ffn), offload=True)
         if self.compiled:
@@ -319,8 +318,7 @@ class Bench:
 def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = parser_of("ffn", __doc__)
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", default=default, help="cpu, cuda or cuda:N (default here: %(default)s)")
+    add_device(parser)
     parser.add_argument("--dtype", choices=data.DTYPES, help="(default bf16, on a CPU fp32)")
     parser.add_argument(
         "--shape", type=Shape.parse, action="append", metavar="TxWxIxL", dest="shapes",
@@ -337,8 +335,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rounds = options.rounds or (3 if options.quick else 10)
     if rounds < 1:
         parser.error("--rounds: expected at least 1")
-    if not all(0 < density < 1 for density in options.densities):
-        parser.error("--densities: expected shares between 0 and 1")
+    check_densities(parser, options.densities)
     usual = CUDA_SHAPES if device.type == "cuda" else CPU_SHAPES
     shapes = options.shapes or (QUICK_SHAPES[device.type] if options.quick else usual)
     dtype = data.DTYPES[options.dtype or ("bf16" if device.type == "cuda" else "fp32")]

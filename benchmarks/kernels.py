@@ -29,7 +29,7 @@ import torch
 
 from benchmarks import edge, fused, packing, peers, results, size, small
 from benchmarks.bench import SETS, Bench
-from benchmarks.options import Reporting, chosen_device, noted_arguments, parser_of
+from benchmarks.options import Reporting, check_densities, chosen_device, noted_arguments, parser_of
 
 DEFAULT_SHAPE = (16384, 21504)
 QUICK_ROWS = 256
@@ -101,8 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rounds = options.rounds or (2 if options.quick else 10)
     if min(*shape, rounds) < 1:
         parser.error("--rows, --columns, --rounds: expected at least 1")
-    if not all(0 < density < 1 for density in options.densities or ()):
-        parser.error("--densities: expected shares between 0 and 1")
+    check_densities(parser, options.densities or ())
     device = chosen_device(parser, options.device)
     result = results.describe("kernels", str(device), noted_arguments(arguments), options.commit)
     bench = Bench(

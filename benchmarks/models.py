@@ -26,7 +26,7 @@ from torch import Tensor
 from benchmarks import gpt, models_nemotron, results
 from benchmarks.ffn_functions import dense_ffn
 from benchmarks.models_run import Clock, Method, ModelBench, Stopped, Targets, Trainer, methods_of
-from benchmarks.options import Reporting, chosen_device, noted_arguments, parser_of
+from benchmarks.options import Reporting, add_device, chosen_device, noted_arguments, parser_of
 from bitsparse.nn import CODECS
 
 PARTS = ("gpt", "nemotron", "nemotron-no-mamba")
@@ -211,9 +211,8 @@ def _stop(number: int, frame: FrameType | None) -> NoReturn:
 
 def parse_arguments(arguments: Sequence[str]) -> tuple[argparse.Namespace, torch.device]:
     parser = parser_of("models", __doc__)
-    default = "cuda" if torch.cuda.is_available() else "cpu"
+    add_device(parser)
     add = parser.add_argument
-    add("--device", default=default, help="cpu, cuda or cuda:N (default here: %(default)s)")
     add("--only", type=_parts, default=list(PARTS), metavar="PARTS", help=f"some of {','.join(PARTS)} (default: all)")
     add("--tokens", type=int, nargs="+", help=f"of a step of gpt (default {' '.join(map(str, FULL.tokens))})")
     add("--nemotron-tokens", type=int, nargs="+", help=f"(default {' '.join(map(str, FULL.nemotron_tokens))})")

@@ -29,6 +29,18 @@ def parser_of(name: str, description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """--device, a GPU if there is one."""
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=default, help="cpu, cuda or cuda:N (default here: %(default)s)")
+
+
+def check_densities(parser: argparse.ArgumentParser, densities: Sequence[float]) -> None:
+    """Ends the program if some are no densities."""
+    if not all(0 < density < 1 for density in densities):
+        parser.error("--densities: expected shares between 0 and 1")
+
+
 def chosen_device(parser: argparse.ArgumentParser, name: str) -> torch.device:
     """The device that --device names, made current if it is a GPU; ends the program if it can't be used."""
     device = torch.device(name)

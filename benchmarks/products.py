@@ -17,7 +17,7 @@ from torch import Tensor
 
 import bitsparse
 from benchmarks import data, results, timing
-from benchmarks.options import Reporting, chosen_device, noted_arguments, parser_of
+from benchmarks.options import Reporting, add_device, check_densities, chosen_device, noted_arguments, parser_of
 
 SHAPES = ((65536, 768, 3072), (16384, 768, 3072), (16384, 4096, 21504))
 QUICK_SHAPES = ((256, 256, 512),)
@@ -98,8 +98,7 @@ def measure(result: results.Result, shape: Sequence[int], density: float, device
 def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = parser_of("products", __doc__)
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", default=default, help="cpu, cuda or cuda:N (default here: %(default)s)")
+    add_device(parser)
     parser.add_argument("--densities", type=float, nargs="+", default=[0.1, 0.18, 0.25], help="(default 0.1 0.18 0.25)")
     parser.add_argument("--rounds", type=int, help="(default 9, --quick: 2)")
     options = parser.parse_args(arguments)
@@ -107,8 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rounds = options.rounds or (2 if options.quick else 9)
     if rounds < 1:
         parser.error("--rounds: expected at least 1")
-    if not all(0 < density < 1 for density in options.densities):
-        parser.error("--densities: expected shares between 0 and 1")
+    check_densities(parser, options.densities)
     result = results.describe("products", str(device), noted_arguments(arguments), options.commit)
     with torch.no_grad(), Reporting(result, options.json) as reporting:
         for shape in QUICK_SHAPES if options.quick or device.type == "cpu" else SHAPES:

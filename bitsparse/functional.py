@@ -36,9 +36,10 @@ def _call(op: torch._ops.OpOverload, *args: object) -> Tensor:
         raise TypeError(f"bitsparse::{name}: expected {argument} to be {expected}, got {got}") from None
 
 
-def _check_fused(function: str, fused: bool) -> None:
-    if not isinstance(fused, bool):  # dispatchers convert what is nearly one
-        raise TypeError(f"bitsparse::{function}: expected fused to be a bool, got {type(fused).__name__}")
+def check_bool(where: str, name: str, value: object) -> None:
+    """For arguments that dispatchers or modules would take for one."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{where}: expected {name} to be a bool, got {type(value).__name__}")
 
 
 def relu_squared_ffn(
@@ -82,7 +83,7 @@ def relu_squared_ffn(
             what was expected and what came.
         bitsparse.OutOfArenaMemory: the arena is full and can't grow.
     """
-    _check_fused("relu_squared_ffn", fused)
+    check_bool("bitsparse::relu_squared_ffn", "fused", fused)
     return _call(torch.ops.bitsparse.relu_squared_ffn.default, x, w1, b1, w2, b2, codec, fused)
 
 
@@ -100,7 +101,7 @@ def relu_ffn(
 
     Bit-identical to ``F.linear(F.relu(F.linear(x, w1, b1)), w2, b2)``, outputs and gradients, unless `fused`.
     """
-    _check_fused("relu_ffn", fused)
+    check_bool("bitsparse::relu_ffn", "fused", fused)
     return _call(torch.ops.bitsparse.relu_ffn.default, x, w1, b1, w2, b2, codec, fused)
 
 

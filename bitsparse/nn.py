@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from bitsparse.functional import relu_ffn, relu_squared_ffn
+from bitsparse.functional import check_bool, relu_ffn, relu_squared_ffn
 
 CODECS = ("raw", "signless", "tight")
 
@@ -36,10 +36,8 @@ class _FFN(torch.nn.Module):
         fused: bool = False,
     ) -> None:
         super().__init__()
-        if not isinstance(bias, bool):
-            raise TypeError(f"bitsparse: expected bias to be a bool, got {type(bias).__name__}")
-        if not isinstance(fused, bool):
-            raise TypeError(f"bitsparse: expected fused to be a bool, got {type(fused).__name__}")
+        check_bool("bitsparse", "bias", bias)
+        check_bool("bitsparse", "fused", fused)
         if codec not in CODECS:
             raise ValueError(f"bitsparse: expected codec to be 'raw', 'signless' or 'tight', got {codec!r}")
         self.d_model = _size("d_model", d_model)

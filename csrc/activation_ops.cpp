@@ -61,13 +61,12 @@ std::tuple<at::Tensor, at::Tensor> linear_compress(const at::Tensor& x, const at
   check_product("_linear_compress", "x", x, "w", w, /*transposed=*/true);
   TORCH_CHECK_VALUE(!bias || (bias->dim() == 1 && bias->size(0) == w.size(0)),
                     "bitsparse::_linear_compress: expected bias to have shape [", w.size(0), "], got ", bias->sizes());
-  at::Tensor out = at::empty({x.size(0), w.size(0)}, x.options());
-  std::optional<at::Tensor> lease =
-      current_arena(x.device())->linear_compress(x, w, bias, out, parse_codec(codec), parse_activation(activation));
-  if (lease) return {out, *lease};
-  out = at::linear(x, w, bias);
-  lease = compress_in_place(out, activation, codec);
-  return {out, *lease};
+  if (auto both =
+          current_arena(x.device())->linear_compress(x, w, bias, parse_codec(codec), parse_activation(activation)))
+    return *both;
+  at::Tensor out = at::linear(x, w, bias);
+  at::Tensor lease = compress_in_place(out, activation, codec);
+  return {out, lease};
 }
 
 // What the blocks save while saved-tensor hooks are active: relu(h) as a packed tensor. It has more bytes than any
@@ -107,11 +106,8 @@ void apply_gradient(at::Tensor& grad, const at::Tensor& handle, std::string_view
 at::Tensor linear_gradient(const at::Tensor& grad, const at::Tensor& w, const at::Tensor& handle,
                            std::string_view activation) {
   check_product("_linear_gradient", "grad", grad, "w", w, /*transposed=*/false);
-  if (is_lease(handle)) {
-    const at::Tensor out = at::empty({grad.size(0), w.size(1)}, grad.options());
-    check_lease_matches("_linear_gradient", lease_of(handle), out);
-    if (lease_of(handle).linear_gradient(grad, w, out, parse_activation(activation))) return out;
-  }
+  if (is_lease(handle))
+    if (const auto out = lease_of(handle).linear_gradient(grad, w, parse_activation(activation))) return *out;
   at::Tensor out = grad.mm(w);
   apply_gradient(out, handle, activation);
   return out;

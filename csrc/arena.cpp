@@ -57,8 +57,9 @@ void check_options(const ArenaOptions& options) {
 
 }  // namespace
 
-std::optional<at::Tensor> Arena::linear_compress(const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,
-                                                 const at::Tensor&, Codec, Activation) {
+std::optional<std::tuple<at::Tensor, at::Tensor>> Arena::linear_compress(const at::Tensor&, const at::Tensor&,
+                                                                         const std::optional<at::Tensor>&, Codec,
+                                                                         Activation) {
   return std::nullopt;
 }
 

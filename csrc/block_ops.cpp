@@ -94,13 +94,16 @@ Gradients linear_backward(at::Tensor grad, const at::Tensor& lease, const at::Te
   return g;
 }
 
-// A tensor without elements in place of one that is not kept: in the graph it has the other's place, so that what is
-// computed from it leads to wherever the other came from.
-at::Tensor stand_in(const torch::autograd::Edge& edge) {
-  at::Tensor empty = at::empty({0});
-  if (edge.is_valid()) torch::autograd::impl::set_gradient_edge(empty, edge);
-  return empty;
+// In a backward: gives `t` the place in the graph that the node's i-th input has, so that what is computed from it
+// leads to wherever that came from.
+at::Tensor in_place_of_input(at::Tensor t, std::size_t i) {
+  const auto node = torch::autograd::get_current_node();
+  TORCH_INTERNAL_ASSERT(node && node->num_outputs() > i, "bitsparse: backward outside of autograd");
+  if (node->next_edge(i).is_valid()) torch::autograd::impl::set_gradient_edge(t, node->next_edge(i));
+  return t;
 }
+// For an input that is not kept: a tensor without elements.
+at::Tensor stand_in(std::size_t i) { return in_place_of_input(at::empty({0}), i); }
 
 // With create_graph, gradients of gradients would be wrong without this node: its backward says so. The tensors after
 // `grad` stand for what the results depend on beside it. Their data is in the lease and in w2t.
@@ -178,13 +181,11 @@ struct ActivationLinear : torch::autograd::Function<ActivationLinear> {
                          flag("has_b1") && ctx->needs_input_grad(b1_edge)};
     Gradients g;
     if (at::GradMode::is_enabled()) {
-      const auto node = torch::autograd::get_current_node();  // this one, whose inputs are h, w2, biases and lease
-      TORCH_INTERNAL_ASSERT(node && node->num_outputs() > 1, "bitsparse: backward outside of autograd");
       // Plain relu's gradient for h alone is constant in h, which depends on b1.
       const bool depends_on_h = info.need_w2 || parse_activation(info.activation) == Activation::relu_squared;
-      const at::Tensor h = depends_on_h ? stand_in(node->next_edge(0)) : at::empty({0});
-      const at::Tensor b1 = depends_on_h && flag("has_b1") ? stand_in(node->next_edge(b1_edge)) : at::empty({0});
-      const variable_list found = OnceDifferentiable::apply(grads[0], h, stand_in(node->next_edge(1)), b1, lease,
+      const at::Tensor h = depends_on_h ? stand_in(0) : at::empty({0});
+      const at::Tensor b1 = depends_on_h && flag("has_b1") ? stand_in(b1_edge) : at::empty({0});
+      const variable_list found = OnceDifferentiable::apply(grads[0], h, stand_in(1), b1, lease,
                                                             w2t.defined() ? OptionalTensor(w2t) : std::nullopt, info);
       auto next = found.begin();
       if (info.need_h) g.h = *next++;
@@ -222,13 +223,7 @@ struct LinearCompress : torch::autograd::Function<LinearCompress> {
     const auto saved = ctx->get_saved_variables();
     const at::Tensor& x = saved[0];
     at::Tensor w1t = saved[1];
-    if (at::GradMode::is_enabled() && w1t.defined()) {  // what is computed from it leads to w1
-      const auto node = torch::autograd::get_current_node();
-      TORCH_INTERNAL_ASSERT(node && node->num_outputs() > 1, "bitsparse: backward outside of autograd");
-      at::Tensor w1 = w1t.t().detach();
-      if (node->next_edge(1).is_valid()) torch::autograd::impl::set_gradient_edge(w1, node->next_edge(1));
-      w1t = w1.t();
-    }
+    if (at::GradMode::is_enabled() && w1t.defined()) w1t = in_place_of_input(w1t.t().detach(), 1).t();
     const auto flag = [&](const char* name) { return ctx->saved_data[name].toBool(); };
     variable_list out(5);
     // First, as PyTorch can allocate a hundred MiB for it.

@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 
 #include "bitsparse/arena.h"
 #include "bitsparse/format.h"
@@ -36,10 +37,9 @@ class Lease {
   virtual void restore(const at::Tensor& out, Activation activation) = 0;
   // grad <- grad * activation', in place. Same requirements.
   virtual void gradient(const at::Tensor& grad, Activation activation) = 0;
-  // out <- (grad w) * activation' in one kernel, for matrices. False: there is none for these operands.
-  virtual bool linear_gradient(const at::Tensor& /*grad*/, const at::Tensor& /*w*/, const at::Tensor& /*out*/,
-                               Activation) {
-    return false;
+  // (grad w) * activation' in one kernel, for matrices. Nothing where there is none for these operands.
+  virtual std::optional<at::Tensor> linear_gradient(const at::Tensor& /*grad*/, const at::Tensor& /*w*/, Activation) {
+    return std::nullopt;
   }
 
  private:

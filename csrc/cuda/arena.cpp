@@ -1,6 +1,7 @@
 #include "cuda/arena.h"
 
 #include <ATen/cuda/CUDAContext.h>
+#include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
@@ -34,9 +35,9 @@ class CudaLease final : public Lease {
   void gradient(const at::Tensor& grad, Activation activation) override {
     arena_->gradient(state_, info(), grad, activation);
   }
-  bool linear_gradient(const at::Tensor& grad, const at::Tensor& w, const at::Tensor& out,
-                       Activation activation) override {
-    return arena_->linear_gradient(state_, info(), grad, w, out, activation);
+  std::optional<at::Tensor> linear_gradient(const at::Tensor& grad, const at::Tensor& w,
+                                            Activation activation) override {
+    return arena_->linear_gradient(state_, info(), grad, w, activation);
   }
 
  private:
@@ -46,9 +47,9 @@ class CudaLease final : public Lease {
 
 bool is_aligned(const at::Tensor& t) { return reinterpret_cast<std::uintptr_t>(t.data_ptr()) % kChunkBytes == 0; }
 
-// As the kernels want matrices that are multiplied.
-bool is_plain(const at::Tensor& t, const at::Tensor& like) {
-  return t.device() == like.device() && t.scalar_type() == at::kBFloat16 && t.is_contiguous() && is_aligned(t);
+// Is the tensor as the kernels want operands of products?
+bool is_plain(const at::Tensor& t, c10::Device device) {
+  return t.device() == device && t.scalar_type() == at::kBFloat16 && t.is_contiguous() && is_aligned(t);
 }
 
 // Never under the arena's lock: whoever handles warnings may want Python's.
@@ -93,20 +94,22 @@ at::Tensor CudaArena::compress(const at::Tensor& h, const at::Tensor& out, Codec
   });
 }
 
-std::optional<at::Tensor> CudaArena::linear_compress(const at::Tensor& x, const at::Tensor& w,
-                                                     const std::optional<at::Tensor>& bias, const at::Tensor& out,
-                                                     Codec codec, Activation activation) {
+std::optional<std::tuple<at::Tensor, at::Tensor>> CudaArena::linear_compress(const at::Tensor& x, const at::Tensor& w,
+                                                                             const std::optional<at::Tensor>& bias,
+                                                                             Codec codec, Activation activation) {
   const std::int64_t rows = x.size(0), depth = x.size(1), columns = w.size(0);
   const cudaDeviceProp* const properties = at::cuda::getDeviceProperties(device().index());
-  if (!is_plain(x, x) || !is_plain(w, x) || !is_plain(out, x) || (bias && !is_plain(*bias, x)) ||
+  if (!is_plain(x, device()) || !is_plain(w, device()) || (bias && !is_plain(*bias, device())) ||
       !kernels::linear_compresses(rows, columns, depth, properties->major, properties->minor))
     return std::nullopt;
   const NvtxRange range("linear_compress");
+  const at::Tensor out = at::empty({rows, columns}, x.options());
   const LeaseInfo info{rows * columns, at::kBFloat16, codec, device(), columns};
-  return write(info, "linear_compress", [&](const kernels::BlobStore& store, CUDAStream stream) {
+  const at::Tensor lease = write(info, "linear_compress", [&](const kernels::BlobStore& store, CUDAStream stream) {
     return kernels::linear_compress(x.data_ptr(), w.data_ptr(), bias ? bias->data_ptr() : nullptr, out.data_ptr(), rows,
                                     columns, depth, codec, epilogue_of(activation), store, stream);
   });
+  return std::tuple(out, lease);
 }
 
 template <class Launch>
@@ -156,21 +159,21 @@ void CudaArena::gradient(LeaseState& lease, const LeaseInfo& info, const at::Ten
   });
 }
 
-bool CudaArena::linear_gradient(LeaseState& lease, const LeaseInfo& info, const at::Tensor& grad, const at::Tensor& w,
-                                const at::Tensor& out, Activation activation) {
+std::optional<at::Tensor> CudaArena::linear_gradient(LeaseState& lease, const LeaseInfo& info, const at::Tensor& grad,
+                                                     const at::Tensor& w, Activation activation) {
   const std::int64_t rows = grad.size(0), depth = grad.size(1), columns = w.size(1);
   const cudaDeviceProp* const properties = at::cuda::getDeviceProperties(device().index());
-  if (columns != info.columns || rows * columns != info.numel || !is_plain(grad, grad) || !is_plain(w, grad) ||
-      !is_plain(out, grad) ||
+  if (columns != info.columns || rows * columns != info.numel || !is_plain(grad, device()) || !is_plain(w, device()) ||
       !kernels::linear_gradient_pays(rows, columns, depth, properties->major, properties->minor))
-    return false;
+    return std::nullopt;
   const NvtxRange range("linear_gradient");
+  const at::Tensor out = at::empty({rows, columns}, grad.options());
   read(lease, info, [&](const kernels::BlobStore& store, CUDAStream stream) {
     check(kernels::linear_gradient(grad.data_ptr(), w.data_ptr(), out.data_ptr(), rows, columns, depth,
                                    epilogue_of(activation), store, stream),
           "linear_gradient");
   });
-  return true;
+  return out;
 }
 
 void CudaArena::raise_failure() {

@@ -32,14 +32,14 @@ class CudaArena final : public Arena {
   void reset_peak_memory_stats() override;
   void trim() override;
   at::Tensor compress(const at::Tensor& h, const at::Tensor& out, Codec codec, Activation activation) override;
-  std::optional<at::Tensor> linear_compress(const at::Tensor& x, const at::Tensor& w,
-                                            const std::optional<at::Tensor>& bias, const at::Tensor& out, Codec codec,
-                                            Activation activation) override;
+  std::optional<std::tuple<at::Tensor, at::Tensor>> linear_compress(const at::Tensor& x, const at::Tensor& w,
+                                                                    const std::optional<at::Tensor>& bias, Codec codec,
+                                                                    Activation activation) override;
 
   void restore(LeaseState& lease, const LeaseInfo& info, const at::Tensor& out, Activation activation);
   void gradient(LeaseState& lease, const LeaseInfo& info, const at::Tensor& grad, Activation activation);
-  bool linear_gradient(LeaseState& lease, const LeaseInfo& info, const at::Tensor& grad, const at::Tensor& w,
-                       const at::Tensor& out, Activation activation);
+  std::optional<at::Tensor> linear_gradient(LeaseState& lease, const LeaseInfo& info, const at::Tensor& grad,
+                                            const at::Tensor& w, Activation activation);
   void end_lease(LeaseState& lease) noexcept;
 
  private:

@@ -107,15 +107,15 @@ struct LinearBarriers {
 
   __device__ void init() const {
     for (int i = 0; i < LinearTile::kStages; ++i) {
-      init_barrier(loaded(i), 1);
-      init_barrier(multiplied(i), 2 * LinearTile::kCluster);  // both warpgroups of all thread blocks
+      barrier_init<1>(loaded(i));
+      barrier_init<2 * LinearTile::kCluster>(multiplied(i));  // both warpgroups of all thread blocks
     }
     for (int i = 0; i < LinearTile::kStrips; ++i) {
-      init_barrier(full(i, 0), 1);
-      init_barrier(full(i, 1), 1);
-      init_barrier(done(i), 1);
+      barrier_init<1>(full(i, 0));
+      barrier_init<1>(full(i, 1));
+      barrier_init<1>(done(i));
     }
-    show_barriers_to_cluster();
+    show_barriers();
   }
 };
 
@@ -154,8 +154,8 @@ __device__ __forceinline__ void copy_operands(const LinearOperands& operands, st
       const std::uint32_t loaded = barriers.loaded(stage.index);
       const std::uint32_t x = shared + stage.index * LinearTile::kStageBytes, w = x + LinearTile::kXBytes;
       const bool with_bias = k == 0 && operands.bias;
-      wait_for(barriers.multiplied(stage.index), stage.parity ^ 1);
-      arrive_expecting(loaded, LinearTile::kStageBytes + (with_bias ? Config::kBiasBytes : 0));
+      barrier_wait(barriers.multiplied(stage.index), stage.parity ^ 1);
+      barrier_expect(loaded, LinearTile::kStageBytes + (with_bias ? Config::kBiasBytes : 0));
       load_box(x, &operands.x, k * LinearTile::kDepth, row, loaded);
       const std::uint32_t half = w + rank * (LinearTile::kWBytes / 2);
       if constexpr (Config::kTransposedW) {
@@ -168,7 +168,7 @@ __device__ __forceinline__ void copy_operands(const LinearOperands& operands, st
       // Two places in turns: with at least four steps a tile, nobody still looks at the last but one.
       if (with_bias) {
         const auto* from = static_cast<const std::uint8_t*>(operands.bias) + 2 * column;
-        bulk_load_at(shared + Config::kBias + odd * Config::kBiasBytes, from, Config::kBiasBytes, loaded);
+        bulk_load(shared + Config::kBias + odd * Config::kBiasBytes, from, Config::kBiasBytes, loaded);
       }
       stage.advance();
     }
@@ -227,7 +227,7 @@ __device__ __forceinline__ void multiply_tiles(const LinearOperands& operands, s
   for (int n = first; n < tiles; n += step, odd ^= 1) {
     int before = -1;
     for (int k = 0; k < steps; ++k) {
-      wait_for(barriers.loaded(stage.index), stage.parity);
+      barrier_wait(barriers.loaded(stage.index), stage.parity);
       const std::uint32_t x = shared + stage.index * LinearTile::kStageBytes + half * (LinearTile::kXBytes / 2);
       const std::uint32_t w = shared + stage.index * LinearTile::kStageBytes + LinearTile::kXBytes;
       begin_products();
@@ -259,7 +259,7 @@ __device__ __forceinline__ void multiply_tiles(const LinearOperands& operands, s
     wait_for_products<0>();
     settle(sum);
     release(before);
-    wait_for(barriers.done(strip), odd ^ 1);
+    barrier_wait(barriers.done(strip), odd ^ 1);
     if (operands.bias)
       leave_strip<true>(sum, strip_at, shared + Config::kBias + odd * Config::kBiasBytes, lane);
     else
@@ -299,7 +299,7 @@ __device__ __forceinline__ void work_on_strips(const LinearOperands& operands, s
   for (int s = codec; s < strips.count; s += Config::kCodecWarps) {
     const int tile = s / LinearTile::kStrips, strip = s % LinearTile::kStrips;
     worker.work(s, shared + Config::kStrips + strip * Config::kStripBytes,
-                [&] { wait_for(barriers.full(strip, tile & 1), (tile >> 1) & 1); });
+                [&] { barrier_wait(barriers.full(strip, tile & 1), (tile >> 1) & 1); });
     if (lane == 0) arrive(barriers.done(strip));
     __syncwarp();
   }

@@ -85,27 +85,31 @@ __device__ __forceinline__ void bulk_store_wait() {
 // Orders this thread's shared-memory stores before bulk copies that read them.
 __device__ __forceinline__ void fence_shared_to_bulk() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-__device__ __forceinline__ void barrier_init(std::uint64_t* barrier) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
-  asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;" ::: "memory");
+// Barriers in shared memory, by their shared addresses.
+template <int Arrivals>
+__device__ __forceinline__ void barrier_init(std::uint32_t barrier) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "n"(Arrivals) : "memory");
 }
 
-__device__ __forceinline__ void barrier_expect(std::uint64_t* barrier, std::uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
-               : "memory");
+// Of this thread's new barriers: before another thread block of the cluster, or a bulk copy, arrives at one.
+__device__ __forceinline__ void show_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+__device__ __forceinline__ void barrier_expect(std::uint32_t barrier, std::uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
 __device__ __forceinline__ void bulk_load(std::uint32_t shared, const void* global, std::uint32_t bytes,
-                                          std::uint64_t* barrier) {
+                                          std::uint32_t barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
-               "l"(global), "r"(bytes), "r"(shared_address(barrier))
+               "l"(global), "r"(bytes), "r"(barrier)
                : "memory");
 }
 
-__device__ __forceinline__ void barrier_wait(std::uint64_t* barrier) {
+// For a barrier that is used once.
+__device__ __forceinline__ void barrier_wait(std::uint32_t barrier) {
   asm volatile(
       "{.reg .pred p; WAIT: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], 0; @p bra DONE; bra WAIT; DONE: }" ::"r"(
-          shared_address(barrier))
+          barrier)
       : "memory");
 }
 

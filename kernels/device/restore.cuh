@@ -128,16 +128,18 @@ struct BlobLoad {
     if constexpr (!Target::kBulkCopy) return;
     if (threadIdx.x != 0) return;
     const std::uint64_t entry = __ldg(reinterpret_cast<const unsigned long long*>(&store.tiles[this_tile()]));
-    barrier_init(arrived);
+    barrier_init<1>(shared_address(arrived));
+    show_barriers();
+    fence_shared_to_bulk();
     std::uint32_t units;
     const Placement from = find_blob(store, entry, units);
     *lost = from.lost;
     if (from.lost) return;
-    barrier_expect(arrived, units * kUnitBytes);
-    bulk_load(shared_address(stage), from.first, from.first_units * kUnitBytes, arrived);
+    barrier_expect(shared_address(arrived), units * kUnitBytes);
+    bulk_load(shared_address(stage), from.first, from.first_units * kUnitBytes, shared_address(arrived));
     if (from.first_units < units)
       bulk_load(shared_address(stage) + from.first_units * kUnitBytes, from.second,
-                (units - from.first_units) * kUnitBytes, arrived);
+                (units - from.first_units) * kUnitBytes, shared_address(arrived));
   }
 
   // Block-wide. False: the tile is lost.
@@ -145,7 +147,7 @@ struct BlobLoad {
     if constexpr (Target::kBulkCopy) {
       __syncthreads();
       if (*lost) return false;
-      barrier_wait(arrived);
+      barrier_wait(shared_address(arrived));
     } else {
       std::uint32_t units;
       const Placement from =

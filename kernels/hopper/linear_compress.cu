@@ -23,11 +23,7 @@ cudaError_t launch_epilogue(const LinearOperands& operands, Codec codec, cudaStr
 cudaError_t linear_compress(const void* x, const void* w, const void* bias, void* out, std::int64_t rows,
                             std::int64_t columns, std::int64_t depth, Codec codec, Epilogue activation,
                             const BlobStore& store, cudaStream_t stream) {
-  LinearOperands operands;
-  operands.bias = bias;
-  operands.out = out;
-  operands.shape = {static_cast<int>(rows), static_cast<int>(columns), static_cast<int>(depth)};
-  operands.store = store;
+  LinearOperands operands = operands_of(bias, out, rows, columns, depth, store);
   if (!make_map(operands.x, x, rows, depth, LinearTile::kRows) ||
       !make_map(operands.w, w, columns, depth, LinearTile::kColumns / LinearTile::kCluster))
     return cudaErrorNotSupported;

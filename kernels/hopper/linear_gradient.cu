@@ -6,11 +6,7 @@ namespace bitsparse::kernels {
 
 cudaError_t linear_gradient(const void* grad, const void* w, void* out, std::int64_t rows, std::int64_t columns,
                             std::int64_t depth, Epilogue activation, const BlobStore& store, cudaStream_t stream) {
-  LinearOperands operands;
-  operands.bias = nullptr;
-  operands.out = out;
-  operands.shape = {static_cast<int>(rows), static_cast<int>(columns), static_cast<int>(depth)};
-  operands.store = store;
+  LinearOperands operands = operands_of(nullptr, out, rows, columns, depth, store);
   if (!make_map(operands.x, grad, rows, depth, LinearTile::kRows) ||
       !make_map(operands.w, w, depth, columns, LinearTile::kDepth))
     return cudaErrorNotSupported;

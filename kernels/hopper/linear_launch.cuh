@@ -44,6 +44,17 @@ inline bool make_map(CUtensorMap& map, const void* data, std::int64_t rows, std:
                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
+// All but the maps.
+inline LinearOperands operands_of(const void* bias, void* out, std::int64_t rows, std::int64_t columns,
+                                  std::int64_t depth, const BlobStore& store) {
+  LinearOperands operands{};
+  operands.bias = bias;
+  operands.out = out;
+  operands.shape = {static_cast<int>(rows), static_cast<int>(columns), static_cast<int>(depth)};
+  operands.store = store;
+  return operands;
+}
+
 template <class Config>
 cudaError_t launch_linear(const LinearOperands& operands, cudaStream_t stream) {
   constexpr auto kernel = linear_kernel<Config>;

@@ -138,6 +138,20 @@ def assert_same_training(
         assert_same_bits(a, b, f"argument {index} after the call")
 
 
+def captured(step: Callable[[], object], warm_ups: int) -> tuple[torch.cuda.CUDAGraph, object]:
+    """A CUDA graph of `step`, after some on another stream, and what its capture returned."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(warm_ups):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    return graph, results
+
+
 class Residual(torch.nn.Module):
     """Blocks with enough around them for a compiler to have something to fuse."""
 

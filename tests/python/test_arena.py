@@ -12,6 +12,7 @@ from support import (
     DEVICES,
     as_leaves,
     assert_same_bits,
+    captured,
     dense_ffn,
     dense_linear,
     ffn_arguments,
@@ -287,15 +288,7 @@ def test_graph_whose_leases_follow_one_another(options):
 
     with arena:
         set_inputs(4)
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                microbatches()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            results = microbatches()
+        graph, results = captured(microbatches, warm_ups=3)
     for step in range(100):
         set_inputs(step)
         graph.replay()

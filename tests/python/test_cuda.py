@@ -9,6 +9,7 @@ from support import (
     as_leaves,
     assert_same_bits,
     bits,
+    captured,
     dense_ffn,
     dense_linear,
     ffn_arguments,
@@ -115,17 +116,13 @@ def test_graph_capture_and_replay(arena_options):
     leaves = static_copies(tensors)
     grad = randn(300, 20, seed=3, dtype=torch.bfloat16, device="cuda")
     arena = bitsparse.Arena("cuda", **(arena_options or {}))
+
+    def step():
+        y = bitsparse.relu_squared_ffn(*leaves)
+        return y, torch.autograd.grad(y, leaves, grad)
+
     with arena:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                torch.autograd.grad(bitsparse.relu_squared_ffn(*leaves), leaves, grad)
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            y = bitsparse.relu_squared_ffn(*leaves)
-            grads = torch.autograd.grad(y, leaves, grad)
+        graph, (y, grads) = captured(step, warm_ups=3)
     for seed in range(10):
         x = randn(300, 24, seed=20 + seed, dtype=torch.bfloat16, device="cuda", scale=1.0 + seed)
         with torch.no_grad():

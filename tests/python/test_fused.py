@@ -12,6 +12,7 @@ from support import (
     TRAINED,
     assert_same_bits,
     assert_same_training,
+    captured,
     dense_ffn,
     dense_relu_ffn,
     ffn_arguments,
@@ -267,14 +268,7 @@ def test_graph_capture_and_replay():
             y = bitsparse.relu_squared_ffn(*leaves, fused=True)
             return [y.detach(), *torch.autograd.grad(y, leaves, signs)]
 
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            step()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            results = step()
+        graph, results = captured(step, warm_ups=1)
         for _ in range(3):
             for t in results:
                 t.fill_(7)

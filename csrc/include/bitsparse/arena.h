@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <tuple>
 
 #include "bitsparse/format.h"
 
@@ -60,11 +61,11 @@ class Arena : public std::enable_shared_from_this<Arena> {
   // the lease: a small uint8 tensor whose storage owns it. Work goes to the current stream.
   virtual at::Tensor compress(const at::Tensor& h, const at::Tensor& out, Codec codec, Activation activation) = 0;
 
-  // The same in one kernel for h = x wᵀ + bias, which is not written; `out`: as many rows as x and columns as w has
-  // rows. Nothing where there is no such kernel for these operands.
-  virtual std::optional<at::Tensor> linear_compress(const at::Tensor& x, const at::Tensor& w,
-                                                    const std::optional<at::Tensor>& bias, const at::Tensor& out,
-                                                    Codec codec, Activation activation);
+  // The same in one kernel for h = x wᵀ + bias, which is not written: the activation and the lease. Nothing where there
+  // is no such kernel for these operands.
+  virtual std::optional<std::tuple<at::Tensor, at::Tensor>> linear_compress(const at::Tensor& x, const at::Tensor& w,
+                                                                            const std::optional<at::Tensor>& bias,
+                                                                            Codec codec, Activation activation);
 
  protected:
   explicit Arena(c10::Device device) : device_(device) {}
