@@ -6,6 +6,8 @@
 #include <chrono>
 #include <cmath>
 #include <exception>
+#include <map>
+#include <mutex>
 #include <thread>
 
 #include "cuda/check.h"
@@ -21,6 +23,22 @@ namespace {
 constexpr std::int64_t kLeasesBeforeAskingAgain = 64;
 constexpr std::int64_t kGrowthPages = 4;  // slabs come in multiples of 2 MiB, as PyTorch's large blocks do
 
+// For what no capture may record. A stream of our own, as any of PyTorch's pool may be the one that captures, and for the
+// life of the process, as PyTorch's allocator remembers which stream memory belongs to.
+CUDAStream uncaptured_stream(c10::DeviceIndex device) {
+  static std::mutex mutex;
+  static std::map<c10::DeviceIndex, CUDAStream> streams;
+  std::lock_guard lock(mutex);
+  auto found = streams.find(device);
+  if (found == streams.end()) {
+    c10::cuda::CUDAGuard guard(device);
+    cudaStream_t stream;
+    check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "creating a stream");
+    found = streams.emplace(device, c10::cuda::getStreamFromExternal(stream, device)).first;
+  }
+  return found->second;
+}
+
 }  // namespace
 
 // Work that no capture may record: setting up memory that outlives the graph.
@@ -28,7 +46,7 @@ template <class Work>
 void CudaArena::set_up(CUDAStream stream, Work work) {
   RelaxedCapture relaxed;  // another thread may be capturing
   if (!capture_of(stream)) return work(stream);
-  const CUDAStream side = c10::cuda::getStreamFromPool(false, device().index());
+  const CUDAStream side = uncaptured_stream(device().index());
   c10::cuda::CUDAStreamGuard guard(side);
   work(side);
   check(cudaStreamSynchronize(side), "setting up an arena during graph capture");

@@ -235,6 +235,11 @@ __device__ __forceinline__ Placement place_blob(const BlobStore& store, std::uin
   return {first, page_address(next), crosses ? page_units - within : units, lost};
 }
 
+// Had the arena no room for the blob?
+__device__ __forceinline__ bool is_lost(const BlobStore& store, std::uint64_t entry) {
+  return store.pages && entry & kEntryLost;
+}
+
 // Where a placed blob is, and its size in units; the page table is complete by now.
 __device__ __forceinline__ Placement find_blob(const BlobStore& store, std::uint64_t entry, std::uint32_t& units) {
   if (!store.pages) {
@@ -243,7 +248,7 @@ __device__ __forceinline__ Placement find_blob(const BlobStore& store, std::uint
   }
   const std::uint64_t at = entry & ((1ull << kLeaseSizeShift) - 1);
   units = static_cast<std::uint32_t>(entry >> kLeaseSizeShift) & ((1u << kEntrySizeBits) - 1);
-  const bool lost = entry & kEntryLost;
+  const bool lost = is_lost(store, entry);
   if (!(entry & kLeaseByOffset)) return {reinterpret_cast<std::uint8_t*>(at * kUnitBytes), nullptr, units, lost};
   const std::uint64_t index = at >> store.page_shift;
   const std::uint32_t page_units = 1u << store.page_shift;

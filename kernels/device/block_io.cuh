@@ -46,58 +46,75 @@ __device__ __forceinline__ Alignment alignment_of(const void* base, std::int64_t
   return {offset, first + BlockLayout<Bytes>::kBlockElements + past_block <= numel};
 }
 
-// Four words of two neighbouring chunks, from the one numbered `word` (0 to 3) on, and the word after them.
-__device__ __forceinline__ void window(const std::uint32_t (&chunks)[8], std::uint32_t word, std::uint32_t (&five)[5]) {
-  std::uint32_t six[6];
-#pragma unroll
-  for (int j = 0; j < 6; ++j) six[j] = word & 2 ? chunks[j + 2] : chunks[j];
-#pragma unroll
-  for (int j = 0; j < 5; ++j) five[j] = word & 1 ? six[j + 1] : six[j];
+// Calls `work.template with<Words>()` for Words = offset / 4: branches that all threads take alike cost less than
+// selecting words.
+template <class Work>
+__device__ __forceinline__ void with_word_offset(std::uint32_t offset, const Work& work) {
+  if (offset & 8)
+    return offset & 4 ? work.template with<3>() : work.template with<2>();
+  return offset & 4 ? work.template with<1>() : work.template with<0>();
 }
 
-// The lane's i-th chunk as words, elements past the end as zero.
-template <int Bytes, bool Whole, bool Streaming>
-__device__ __forceinline__ uint4 load_chunk(const void* base, std::int64_t first, std::int64_t numel, int lane, int i) {
-  using L = BlockLayout<Bytes>;
-  const Slot<Bytes>* elements = static_cast<const Slot<Bytes>*>(base) + first;
-  const int chunk = lane + i * kLanes;
-  if constexpr (Whole) {
-    const uint4* p = reinterpret_cast<const uint4*>(elements) + chunk;
-    return Streaming ? load_streaming(p) : *p;
+// Warp-wide: makes of aligned chunks those that start `offset` bytes later. The last lane's end where the first one's
+// next ones begin; `past` is the first lane's, after all others.
+template <int Chunks>
+struct ShiftOnLoad {
+  uint4 (&chunks)[Chunks];
+  const uint4& past;
+  std::uint32_t offset;
+  int lane;
+  template <int Words>
+  __device__ __forceinline__ void with() const {
+#pragma unroll
+    for (int i = 0; i < Chunks; ++i) {
+      std::uint32_t* const x = reinterpret_cast<std::uint32_t*>(&chunks[i]);
+      const auto* const next = reinterpret_cast<const std::uint32_t*>(i + 1 < Chunks ? &chunks[i + 1] : &past);
+      std::uint32_t run[5 + Words];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) run[j] = x[j];
+#pragma unroll
+      for (int j = 0; j <= Words; ++j)
+        run[4 + j] = __shfl_sync(~0u, lane == 0 ? next[j] : x[j], (lane + 1) & (kLanes - 1));
+#pragma unroll
+      for (int j = 0; j < 4; ++j) x[j] = __funnelshift_r(run[Words + j], run[Words + j + 1], 8 * offset);
+    }
   }
-  std::uint32_t words[4] = {};
-  const Alignment alignment = alignment_of<Bytes>(base, first, numel);
-  if (alignment.by_chunks) {
-    const auto start = reinterpret_cast<std::uintptr_t>(elements) - alignment.offset;
-    const uint4* p = reinterpret_cast<const uint4*>(start) + chunk;
-    const uint4 low = *p;
-    uint4 high = make_uint4(__shfl_down_sync(~0u, low.x, 1), __shfl_down_sync(~0u, low.y, 1),
-                            __shfl_down_sync(~0u, low.z, 1), __shfl_down_sync(~0u, low.w, 1));
-    if (lane == kLanes - 1 && alignment.offset) high = p[1];
-    const std::uint32_t chunks[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-    std::uint32_t five[5];
-    window(chunks, alignment.offset / 4, five);
-#pragma unroll
-    for (int j = 0; j < 4; ++j) words[j] = __funnelshift_r(five[j], five[j + 1], 8 * alignment.offset);
-  } else {
-    const std::int64_t left = numel - first;
-#pragma unroll
-    for (int j = 0; j < 4; ++j)
-#pragma unroll
-      for (int k = 0; k < 4 / Bytes; ++k) {
-        const int e = chunk * L::kChunkElements + j * (4 / Bytes) + k;
-        if (e < left) words[j] |= static_cast<std::uint32_t>(elements[e]) << (k * L::kBits % 32);
-      }
-  }
-  return make_uint4(words[0], words[1], words[2], words[3]);
-}
+};
 
-// The lane's chunks from Begin to End.
+// The lane's chunks from Begin to End as words, elements past the end as zero.
 template <int Bytes, bool Whole, bool Streaming, int Begin, int End, int Chunks>
 __device__ __forceinline__ void load_chunks(const void* base, std::int64_t first, std::int64_t numel, int lane,
                                             uint4 (&v)[Chunks]) {
+  using L = BlockLayout<Bytes>;
+  if constexpr (Begin < End) {
+    const Slot<Bytes>* elements = static_cast<const Slot<Bytes>*>(base) + first;
+    const Alignment alignment = Whole ? Alignment{0, true} : alignment_of<Bytes>(base, first, numel);
+    if (alignment.by_chunks) {
+      const auto* const p =
+          reinterpret_cast<const uint4*>(reinterpret_cast<std::uintptr_t>(elements) - alignment.offset) + lane;
+      uint4 part[End - Begin], past;
 #pragma unroll
-  for (int i = Begin; i < End; ++i) v[i] = load_chunk<Bytes, Whole, Streaming>(base, first, numel, lane, i);
+      for (int i = Begin; i < End; ++i) part[i - Begin] = Streaming ? load_streaming(p + i * kLanes) : p[i * kLanes];
+      if (alignment.offset) {
+        if (lane == 0) past = p[End * kLanes];
+        with_word_offset(alignment.offset, ShiftOnLoad<End - Begin>{part, past, alignment.offset, lane});
+      }
+#pragma unroll
+      for (int i = Begin; i < End; ++i) v[i] = part[i - Begin];
+    } else {
+      const std::int64_t left = numel - first;
+#pragma unroll
+      for (int i = Begin; i < End; ++i) {
+        std::uint32_t words[4] = {};
+#pragma unroll
+        for (int e = 0; e < L::kChunkElements; ++e) {
+          const int at = (lane + i * kLanes) * L::kChunkElements + e;
+          if (at < left) words[e * Bytes / 4] |= static_cast<std::uint32_t>(elements[at]) << (e * L::kBits % 32);
+        }
+        v[i] = make_uint4(words[0], words[1], words[2], words[3]);
+      }
+    }
+  }
 }
 
 // Writes a lane's chunks, one after another from the first to the last.
@@ -132,27 +149,40 @@ class ChunkWriter {
 
  private:
   // An aligned chunk begins with the end of the chunk before the lane's own, and takes the start of that.
+  struct ShiftOnStore {
+    ChunkWriter& writer;
+    const std::uint32_t (&words)[4];
+    std::uint32_t (&aligned)[4];
+    std::uint32_t offset;
+    template <int Words>
+    __device__ __forceinline__ void with() const {
+      std::uint32_t run[5 + Words];
+#pragma unroll
+      for (int j = 0; j <= Words; ++j) {
+        std::uint32_t& last = writer.last_[3 - Words + j];
+        const std::uint32_t own = words[3 - Words + j];
+        run[j] = __shfl_sync(~0u, writer.lane_ == kLanes - 1 ? last : own, (writer.lane_ - 1) & (kLanes - 1));
+        last = own;
+      }
+#pragma unroll
+      for (int j = 0; j < 4; ++j) run[1 + Words + j] = words[j];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) aligned[j] = __funnelshift_l(run[j], run[j + 1], 8 * offset);
+    }
+  };
+
   __device__ __forceinline__ void write_shifted(int i, Slot<Bytes>* own, std::uint32_t offset,
                                                 const std::uint32_t (&words)[4]) {
     const std::int64_t own_in_first = (kChunkBytes - offset) / Bytes;
-    std::uint32_t chunks[8];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      chunks[j] = __shfl_sync(~0u, lane_ == kLanes - 1 ? last_[j] : words[j], (lane_ - 1) & (kLanes - 1));
-      chunks[j + 4] = words[j];
-      last_[j] = words[j];
-    }
-    if (i == 0 && lane_ == 0) {
+    std::uint32_t aligned[4] = {words[0], words[1], words[2], words[3]};
+    if (offset) with_word_offset(offset, ShiftOnStore{*this, words, aligned, offset});
+    if (offset && i == 0 && lane_ == 0)
       write_elements(own, words, 0, own_in_first);
-    } else {
-      std::uint32_t five[5];
-      window(chunks, 3 - offset / 4, five);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) five[j] = __funnelshift_l(five[j], five[j + 1], 8 * offset);
+    else
       *reinterpret_cast<uint4*>(reinterpret_cast<std::uintptr_t>(own) - offset) =
-          make_uint4(five[0], five[1], five[2], five[3]);
-    }
-    if (i == L::kChunksPerLane - 1 && lane_ == kLanes - 1) write_elements(own, words, own_in_first, L::kChunkElements);
+          make_uint4(aligned[0], aligned[1], aligned[2], aligned[3]);
+    if (offset && i == L::kChunksPerLane - 1 && lane_ == kLanes - 1)
+      write_elements(own, words, own_in_first, L::kChunkElements);
   }
 
   // Those of a chunk's elements that are in [begin, end).
@@ -166,7 +196,7 @@ class ChunkWriter {
   void* base_;
   std::int64_t first_, numel_;
   int lane_;
-  std::uint32_t last_[4] = {};  // of the chunk written last
+  std::uint32_t last_[4];  // of the chunk written last
 };
 
 }  // namespace bitsparse::kernels

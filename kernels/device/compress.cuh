@@ -22,6 +22,15 @@
 
 namespace bitsparse::kernels {
 
+// What the warps of a tile tell each other, in front of its blob.
+struct alignas(16) TileState {
+  std::uint32_t block_sizes[4];  // words of the body | kept elements << 16
+  Placement where;
+  std::uint64_t final_units;  // 0: not the tile that reserved last
+};
+constexpr int kTileStateWords = 32;
+static_assert(sizeof(TileState) <= 4 * kTileStateWords);
+
 template <DType D, Codec C, Keep K, Epilogue E>
 struct CompressConfig {
   static constexpr DType kDType = D;
@@ -39,7 +48,7 @@ struct CompressConfig {
   static constexpr int kStageWords = (L::kMaxTileWords + 3) / 4 * 4;
   // `raw` codes go straight to their place; the other codecs first gather a block's kept elements.
   static constexpr int kSlotWords = C == Codec::raw ? 0 : L::kBlockWords + 8;
-  static constexpr int kSharedBytes = 4 * (kStageWords + L::kBlocksPerTile * kSlotWords);
+  static constexpr int kSharedBytes = 4 * (kTileStateWords + kStageWords + L::kBlocksPerTile * kSlotWords);
 };
 
 // What a lane holds of its warp's block.
@@ -158,13 +167,12 @@ template <class Config, bool Whole>
 __device__ __forceinline__ void compress_tile(const void* in, void* out, std::int64_t numel, const BlobStore& store) {
   using L = typename Config::L;
   constexpr int kBlocks = L::kBlocksPerTile;
-  extern __shared__ __align__(128) std::uint32_t shared[];
-  __shared__ std::uint32_t block_sizes[kBlocks];  // words of the body | kept elements << 16
-  __shared__ Placement where;
-  __shared__ std::uint64_t final_units;  // 0: not the tile that reserved last
+  static_assert(kBlocks == 4, "sizes of a tile's blocks are read at once");
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  std::uint32_t* const stage = shared;
-  std::uint32_t* const slots = shared + Config::kStageWords + warp * Config::kSlotWords;
+  std::uint32_t* const shared = dynamic_shared();
+  TileState& state = *reinterpret_cast<TileState*>(shared);
+  std::uint32_t* const stage = shared + kTileStateWords;
+  std::uint32_t* const slots = stage + Config::kStageWords + warp * Config::kSlotWords;
 
   const std::int64_t first = (static_cast<std::int64_t>(this_tile()) * kBlocks + warp) * L::kBlockElements;
   const auto moves = ByteMoves<Config::kBytes>::compacting(lane);
@@ -172,11 +180,12 @@ __device__ __forceinline__ void compress_tile(const void* in, void* out, std::in
   load_chunks<Config::kBytes, Whole, true, 0, L::kChunksPerLane>(in, first, numel, lane, block.elements);
   take_block(block, ChunkWriter<Config::kBytes, Whole, false>(out, first, numel, lane));
   const BlockPlan plan = prepare_block(block, moves, slots, Whole || first + L::kBlockElements <= numel, lane);
-  if (lane == 0) block_sizes[warp] = plan.mask_words + plan.code_words | block.all.kept() << 16;
+  store_shared_if<4>(lane == 0, &state.block_sizes[warp], plan.mask_words + plan.code_words | block.all.kept() << 16);
   __syncthreads();  // all sizes known
 
-  const std::uint32_t size = lane < kBlocks ? block_sizes[lane] : 0;
-  const std::uint32_t before = __reduce_add_sync(~0u, lane < warp ? size : 0), all = __reduce_add_sync(~0u, size);
+  const uint4 sizes = *reinterpret_cast<const uint4*>(state.block_sizes);
+  const std::uint32_t before = (warp > 0 ? sizes.x : 0) + (warp > 1 ? sizes.y : 0) + (warp > 2 ? sizes.z : 0);
+  const std::uint32_t all = sizes.x + sizes.y + sizes.z + sizes.w;
   const std::uint32_t offset = kBlocks + (before & 0xffff), total = kBlocks + (all & 0xffff);
   const std::uint32_t units = (total + 3) >> 2;
   std::uint64_t ticket = 0;
@@ -187,13 +196,13 @@ __device__ __forceinline__ void compress_tile(const void* in, void* out, std::in
 
   if (threadIdx.x == 0) {
     const Reservation reservation = reservation_of(ticket, gridDim.x);
-    final_units = reservation.last ? reservation.offset + units : 0;
-    where = place_blob(store, this_tile(), reservation, units, all >> 16);
+    state.final_units = reservation.last ? reservation.offset + units : 0;
+    state.where = place_blob(store, this_tile(), reservation, units, all >> 16);
   }
   if constexpr (Target::kBulkCopy) fence_shared_to_bulk();
   __syncthreads();  // blob complete
-  store_blob(stage, units, where);
-  if (final_units) finish_lease(cooperative_groups::this_thread_block(), store, final_units);
+  store_blob(stage, units, state.where);
+  if (state.final_units) finish_lease(cooperative_groups::this_thread_block(), store, state.final_units);
 }
 
 // Out of line: rare, and not to cost the other tiles a register.

@@ -10,6 +10,11 @@
 
 namespace bitsparse::kernels {
 
+// All bits of the bytes that the low four bits of a mask stand for.
+__device__ __forceinline__ std::uint32_t kept_bytes(std::uint32_t mask) {
+  return (((mask & 15) * 0x00204081u) & 0x01010101u) * 0xff;
+}
+
 template <int Bytes>
 struct LaneMask {
   static constexpr int kWords = BlockLayout<Bytes>::kLaneMaskWords;
@@ -24,6 +29,12 @@ struct LaneMask {
   // The word with the bits of the elements in the lane's j-th word.
   __device__ __forceinline__ std::uint32_t& of(int j) { return words[j * (4 / Bytes) / 32]; }
   __device__ __forceinline__ std::uint32_t of(int j) const { return words[j * (4 / Bytes) / 32]; }
+  // All bits of the kept elements of the lane's j-th word.
+  __device__ __forceinline__ std::uint32_t kept_in(int j) const {
+    if constexpr (Bytes == 1) return kept_bytes(of(j) >> (4 * j % 32));
+    if constexpr (Bytes == 2) return permute_bytes(of(j) << (15 - j), 0, 0xbb99);  // the top bits of bytes 1 and 3
+    return of(j) >> j & 1 ? ~0u : 0;
+  }
   __device__ __forceinline__ std::uint32_t kept() const {
     std::uint32_t count = 0;
 #pragma unroll
@@ -56,11 +67,6 @@ __device__ __forceinline__ std::uint32_t byte_mask_bits(const std::uint32_t (&ke
   };
   const std::uint32_t bits = byte(kept[2], kept[3]) * 256 + byte(kept[0], kept[1]);
   return i % 2 ? bits << 16 : bits;
-}
-
-// All bits of the bytes that the low four bits of a mask stand for.
-__device__ __forceinline__ std::uint32_t kept_bytes(std::uint32_t mask) {
-  return (((mask & 15) * 0x00204081u) & 0x01010101u) * 0xff;
 }
 
 // The lowest bit of every nibble that is not zero.

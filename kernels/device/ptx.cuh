@@ -9,6 +9,28 @@ __device__ __forceinline__ std::uint32_t shared_address(const void* p) {
   return static_cast<std::uint32_t>(__cvta_generic_to_shared(p));
 }
 
+// A thread block's dynamic shared memory. Its address takes three instructions, one of them slow, and compilers repeat
+// them at each use unless they can't know what it is.
+__device__ __forceinline__ std::uint32_t* dynamic_shared() {
+  extern __shared__ __align__(128) std::uint32_t memory[];
+  std::uint32_t address = shared_address(memory);
+  asm volatile("" : "+r"(address));
+  return static_cast<std::uint32_t*>(__cvta_shared_to_generic(address));
+}
+
+// Stores the low `Bytes` bytes of `x` if `condition`. Predicated, not branched around.
+template <int Bytes>
+__device__ __forceinline__ void store_shared_if(bool condition, void* to, std::uint32_t x) {
+#define BITSPARSE_STORE_IF(store)                                                                          \
+  asm volatile("{.reg .pred p; setp.ne.u32 p, %2, 0; @p " store " [%0], %1;}" ::"r"(shared_address(to)), \
+               "r"(x), "r"(static_cast<std::uint32_t>(condition))                                        \
+               : "memory")
+  if constexpr (Bytes == 1) BITSPARSE_STORE_IF("st.shared.u8");
+  if constexpr (Bytes == 2) BITSPARSE_STORE_IF("st.shared.u16");
+  if constexpr (Bytes == 4) BITSPARSE_STORE_IF("st.shared.u32");
+#undef BITSPARSE_STORE_IF
+}
+
 // Input is read once: keep it out of L1. Not `.nc`, as compress may write its output over its input.
 __device__ __forceinline__ uint4 load_streaming(const uint4* p) {
   uint4 v;

@@ -24,6 +24,9 @@ namespace bitsparse::kernels {
 
 enum class Output { value, activation, gradient };
 
+// Words in front of a tile's blob, of which a barrier is the first.
+constexpr int kBarrierWords = 32;
+
 template <DType D, Codec C, Keep K, Epilogue E, Output O, Geometry G = Geometry::linear>
 struct RestoreConfig {
   static constexpr DType kDType = D;
@@ -43,7 +46,7 @@ struct RestoreConfig {
   static constexpr int kStageWords = (L::kMaxTileWords + 3) / 4 * 4 + 4;  // unpack reads up to two words past the codes
   // `raw` values are read where they are, others unpacked.
   static constexpr int kScratchWords = C == Codec::raw ? 0 : L::kBlockWords + 8;
-  static constexpr int kSharedBytes = 4 * (kStageWords + L::kBlocksPerTile * kScratchWords);
+  static constexpr int kSharedBytes = 4 * (kBarrierWords + kStageWords + L::kBlocksPerTile * kScratchWords);
 };
 
 // Puts kept elements of 2 or 4 bytes in their places, one by one.
@@ -118,50 +121,57 @@ __device__ __forceinline__ void expand(const std::uint32_t* values, std::uint32_
   }
 }
 
-// A tile's blob on its way into shared memory. In two halves, so that a caller's own loads run meanwhile.
-struct BlobLoad {
-  std::uint32_t* stage;
-  bool* lost;              // shared memory: the arena had no room for the tile
-  std::uint64_t* arrived;  // shared memory, a barrier
-
-  __device__ __forceinline__ void start(const BlobStore& store) const {
-    if constexpr (!Target::kBulkCopy) return;
-    if (threadIdx.x != 0) return;
-    const std::uint64_t entry = __ldg(reinterpret_cast<const unsigned long long*>(&store.tiles[this_tile()]));
-    barrier_init<1>(shared_address(arrived));
+// A tile's blob on its way into shared memory, in steps, so that a caller's own loads run meanwhile.
+class BlobLoad {
+ public:
+  // `shared`: room for a barrier, then for the blob.
+  __device__ __forceinline__ BlobLoad(const BlobStore& store, std::uint32_t* shared)
+      : arrived_(shared_address(shared)),
+        stage_(shared + kBarrierWords),
+        entry_(__ldg(reinterpret_cast<const unsigned long long*>(&store.tiles[this_tile()]))) {
+    if (!Target::kBulkCopy || threadIdx.x != 0) return;
+    barrier_init<1>(arrived_);
     show_barriers();
-    fence_shared_to_bulk();
-    std::uint32_t units;
-    const Placement from = find_blob(store, entry, units);
-    *lost = from.lost;
-    if (from.lost) return;
-    barrier_expect(shared_address(arrived), units * kUnitBytes);
-    bulk_load(shared_address(stage), from.first, from.first_units * kUnitBytes, shared_address(arrived));
-    if (from.first_units < units)
-      bulk_load(shared_address(stage) + from.first_units * kUnitBytes, from.second,
-                (units - from.first_units) * kUnitBytes, shared_address(arrived));
   }
 
-  // Block-wide. False: the tile is lost.
-  __device__ __forceinline__ bool finish(const BlobStore& store) const {
+  // Block-wide.
+  __device__ __forceinline__ void start(const BlobStore& store) const {
+    if constexpr (!Target::kBulkCopy) return;
+    __syncthreads();  // there is a barrier; the entry is still on its way
+    if (threadIdx.x != 0) return;
+    std::uint32_t units;
+    const Placement from = find_blob(store, entry_, units);
+    if (from.lost) return;
+    barrier_expect(arrived_, units * kUnitBytes);
+    bulk_load(shared_address(stage_), from.first, from.first_units * kUnitBytes, arrived_);
+    if (from.first_units < units)
+      bulk_load(shared_address(stage_) + from.first_units * kUnitBytes, from.second,
+                (units - from.first_units) * kUnitBytes, arrived_);
+  }
+
+  // Block-wide. The blob, or null if the tile is lost.
+  __device__ __forceinline__ std::uint32_t* finish(const BlobStore& store) const {
     if constexpr (Target::kBulkCopy) {
-      __syncthreads();
-      if (*lost) return false;
-      barrier_wait(shared_address(arrived));
+      if (is_lost(store, entry_)) return nullptr;
+      barrier_wait(arrived_);
     } else {
       std::uint32_t units;
-      const Placement from =
-          find_blob(store, __ldg(reinterpret_cast<const unsigned long long*>(&store.tiles[this_tile()])), units);
-      if (from.lost) return false;
+      const Placement from = find_blob(store, entry_, units);
+      if (from.lost) return nullptr;
       for (std::uint32_t i = threadIdx.x; i < units; i += blockDim.x) {
         const std::uint8_t* p =
             i < from.first_units ? from.first + i * kUnitBytes : from.second + (i - from.first_units) * kUnitBytes;
-        reinterpret_cast<uint4*>(stage)[i] = *reinterpret_cast<const uint4*>(p);
+        reinterpret_cast<uint4*>(stage_)[i] = *reinterpret_cast<const uint4*>(p);
       }
       __syncthreads();
     }
-    return true;
+    return stage_;
   }
+
+ private:
+  std::uint32_t arrived_;  // shared address
+  std::uint32_t* stage_;
+  std::uint64_t entry_;  // of the tile table
 };
 
 // What a lane writes of its i-th chunk, given the kept values in their places and zeros elsewhere.
@@ -191,14 +201,10 @@ __device__ __forceinline__ void restore_tile(void* data, std::int64_t numel, con
   constexpr int kBytes = Config::kBytes;
   constexpr bool kGradient = Config::kOutput == Output::gradient;
 
-  extern __shared__ __align__(128) std::uint32_t shared[];
-  __shared__ bool lost;
-  __shared__ __align__(8) std::uint64_t arrived;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  std::uint32_t* stage = shared;
+  std::uint32_t* const shared = dynamic_shared();
+  const BlobLoad load(store, shared);
   const auto moves = ByteMoves<kBytes>::expanding(lane);
-  const BlobLoad load{stage, &lost, &arrived};
-  load.start(store);
   const std::int64_t first = (static_cast<std::int64_t>(this_tile()) * L::kBlocksPerTile + warp) * L::kBlockElements;
   using Writer = std::conditional_t<Config::kPatches, PatchChunks, ChunkWriter<kBytes, Whole, !kGradient>>;
   const auto writer_of_block = [&] {
@@ -219,7 +225,9 @@ __device__ __forceinline__ void restore_tile(void* data, std::int64_t numel, con
   } else if constexpr (kGradient) {
     load_chunks<kBytes, Whole, false, 0, kEarly>(data, first, numel, lane, grad);
   }
-  if (!load.finish(store)) {  // the arena had no room for this tile: be seen
+  load.start(store);
+  std::uint32_t* const stage = load.finish(store);
+  if (!stage) {  // the arena had no room for this tile: be seen
     constexpr std::uint32_t nan = Scalar<Config::kDType>::kNaN;
     const std::uint32_t words[4] = {nan, nan, nan, nan};
     Writer writer = writer_of_block();
@@ -258,7 +266,7 @@ __device__ __forceinline__ void restore_tile(void* data, std::int64_t numel, con
       __syncwarp();
     }
   } else {
-    std::uint32_t* scratch = shared + Config::kStageWords + warp * Config::kScratchWords;
+    std::uint32_t* scratch = shared + kBarrierWords + Config::kStageWords + warp * Config::kScratchWords;
     Codes<kBytes>::unpack(values, kept, L::header_width(header), L::header_reference(header), scratch, lane, change);
     __syncwarp();
     values = scratch;

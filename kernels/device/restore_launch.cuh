@@ -2,6 +2,7 @@
 #pragma once
 
 #include "device/launch_config.cuh"
+#include "device/relu_gradient.cuh"
 #include "device/restore.cuh"
 
 namespace bitsparse::kernels {
@@ -54,9 +55,6 @@ cudaError_t gradient_codec(void* grad, std::int64_t numel, Epilogue activation, 
                            cudaStream_t stream) {
   if constexpr (D == DType::bfloat16)
     if (store.columns) return restore_patches<C, Output::gradient>(grad, numel, activation, store, stream);
-  if (activation == Epilogue::relu)
-    return restore_as<RestoreConfig<D, C, Keep::positive, Epilogue::relu, Output::gradient>>(grad, numel, store,
-                                                                                             stream);
   return restore_as<RestoreConfig<D, C, Keep::positive, Epilogue::relu_squared, Output::gradient>>(grad, numel, store,
                                                                                                    stream);
 }
@@ -64,6 +62,10 @@ cudaError_t gradient_codec(void* grad, std::int64_t numel, Epilogue activation, 
 template <DType D>
 cudaError_t gradient_dtype(void* grad, std::int64_t numel, Codec codec, Epilogue activation, const BlobStore& store,
                            cudaStream_t stream) {
+  if (activation == Epilogue::relu && !store.columns) {
+    using Config = ReluGradientConfig<D>;
+    return launch<relu_gradient_kernel<Config>, Config>(tile_count(D, numel), stream, grad, numel, store);
+  }
   if (decoder_of(codec) == Codec::raw) return gradient_codec<D, Codec::raw>(grad, numel, activation, store, stream);
   return gradient_codec<D, Codec::tight>(grad, numel, activation, store, stream);
 }

@@ -37,7 +37,8 @@ __device__ __forceinline__ void pad_slots(std::uint32_t* slots, std::uint32_t co
   if constexpr (Bytes == 1) {
     if (lane < 2) slots[count / 4 + lane] = 0;
   } else {
-    if (lane < static_cast<int>(Codes<Bytes>::kPerLane) - 1) reinterpret_cast<Slot<Bytes>*>(slots)[count + lane] = 0;
+    store_shared_if<Bytes>(lane < static_cast<int>(Codes<Bytes>::kPerLane) - 1,
+                           reinterpret_cast<Slot<Bytes>*>(slots) + count + lane, 0);
   }
 }
 
