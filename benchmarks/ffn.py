@@ -49,6 +49,7 @@ class Shape:
 
 CUDA_SHAPES = (Shape(16384, 4096, 21504, 4), Shape(65536, 768, 3072, 12))  # Nemotron-H-8B's, modded-nanogpt's
 # Step time of bitsparse-tight over torch.compile's dense stack, up to density 0.25; peak at density 0.1.
+LEAD_SECONDS = 0.2  # of untimed steps before each timed one
 MOST_TIME = {CUDA_SHAPES[0]: 1.00, CUDA_SHAPES[1]: 1.03}
 MOST_PEAK = {CUDA_SHAPES[0]: 2450 << 20, CUDA_SHAPES[1]: 3400 << 20}
 CPU_SHAPES = (Shape(512, 64, 256, 2),)
@@ -285,7 +286,7 @@ class Bench:
         steps = {name: [lambda method=method: method.step(problem)] for name, method in methods.items()}
         slow = {name: step for name, step in steps.items() if methods[name].offload}
         usual = {name: step for name, step in steps.items() if name not in slow}
-        times = timing.time_in_turns(usual, self.device, self.rounds, lead_in=True)
+        times = timing.time_in_turns(usual, self.device, self.rounds, lead_seconds=LEAD_SECONDS)
         if slow:
             times |= timing.time_in_turns(slow, self.device, 2)
         problem.clear()

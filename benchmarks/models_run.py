@@ -28,6 +28,7 @@ WARM_UP = 4  # steps: arenas settle in the second one, the allocator's cache aft
 BATCHES = 4  # that take turns
 CHECKED_STEPS = 6  # whose losses are compared
 PROBE_STEPS = 3
+LEAD_SECONDS = 0.2  # of untimed steps before each timed one
 PROBES = 5  # at most, for one cap
 
 Batch = tuple[Tensor, Tensor]  # tokens and targets, each (sequences, length)
@@ -390,7 +391,7 @@ class ModelBench:
                 method.arena = None
         before = {method.name: method.stats()["waits"] for method in ready}
         steps = {m.name: [partial(self.trainer.step, m, batch) for batch in batches] for m in ready}
-        times = timing.time_in_turns(steps, self.trainer.device, self.rounds, lead_in=True)
+        times = timing.time_in_turns(steps, self.trainer.device, self.rounds, lead_seconds=LEAD_SECONDS)
         waits = {method.name: method.stats()["waits"] - before[method.name] for method in ready}
         for method in ready:
             self._add_step(tokens, method, times, waits[method.name])

@@ -22,6 +22,7 @@ from benchmarks.options import Reporting, add_device, check_densities, chosen_de
 SHAPES = ((65536, 768, 3072), (16384, 768, 3072), (16384, 4096, 21504))
 QUICK_SHAPES = ((256, 256, 512),)
 CALLS = 4  # a timed run
+LEAD_SECONDS = 0.05  # of untimed runs before each
 _ACTIVATION, _CODEC = "relu_squared", "tight"
 
 _ops = torch.ops.bitsparse
@@ -87,7 +88,7 @@ def measure(result: results.Result, shape: Sequence[int], density: float, device
             equal = (after.view(torch.int16) == fused.view(torch.int16)).double().mean().item()
             result.add(f"{name}/{operation}/equal", equal, "share of results")
         runs = {key: [_repeated(product)] for key, product in products.items()}
-        times = timing.time_in_turns(runs, device, rounds, warm_up=2, lead_in=True)
+        times = timing.time_in_turns(runs, device, rounds, warm_up=2, lead_seconds=LEAD_SECONDS)
     for key, measured in times.items():
         result.add_times(f"{name}/{key}/ms", timing.Timing([sample / CALLS for sample in measured.samples]))
     for operation in ("compress", "gradient"):

@@ -7,6 +7,8 @@ clock, the things to compare taking turns.
 
 from __future__ import annotations
 
+import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -43,11 +45,14 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _cuda_round(runs: Sequence[Run], fill_seconds: float = _FILL_SECONDS, lead_in: bool = False) -> list[float]:
+def _cuda_round(
+    runs: Sequence[Run], fill_seconds: float = _FILL_SECONDS, untimed: Sequence[int] | None = None
+) -> list[float]:
+    """`untimed`: how often each runs before it is timed."""
     times = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in runs]
     torch.cuda._sleep(int(fill_seconds * _CYCLES_PER_SECOND))
-    for (start, end), run in zip(times, runs, strict=True):
-        if lead_in:
+    for (start, end), run, before in zip(times, runs, untimed or [0] * len(runs), strict=True):
+        for _ in range(before):
             run()
         start.record()
         run()
@@ -85,20 +90,27 @@ def time_in_turns(
     rounds: int,
     warm_up: int = 1,
     prepare: Run | None = None,
-    lead_in: bool = False,
+    lead_seconds: float = 0.0,
 ) -> dict[str, Timing]:
     """All functions in each round, one after the other, so that a slow moment of the machine meets all of them. Each has
     one run or several that do the same with different data, which take turns too. Before each round `prepare`, which is
-    not timed. `lead_in`: on a GPU each timed run follows an untimed one of the same, as the clock that power and heat
-    allow is that of the last milliseconds: a method would else be faster for coming after one that takes it easy."""
+    not timed. `lead_seconds`: on a GPU each timed run follows untimed ones of the same for that long, at least one, and
+    each round takes the functions in another order, as the clock that power and heat allow is that of the time before: a
+    function would else be faster for coming after one that takes it easy."""
     samples: dict[str, list[float]] = {name: [] for name in functions}
+    last: dict[str, float] = {}
     for number in range(warm_up + rounds):
         if prepare is not None:
             prepare()
-        turn = [runs[number % len(runs)] for runs in functions.values()]
-        measured = _cuda_round(turn, lead_in=lead_in) if device.type == "cuda" else _host_round(turn)
+        names, untimed = list(functions), None
+        if lead_seconds:
+            random.Random(number).shuffle(names)
+            untimed = [max(1, math.ceil(1e3 * lead_seconds / last.get(name, math.inf))) for name in names]
+        turn = [functions[name][number % len(functions[name])] for name in names]
+        measured = _cuda_round(turn, untimed=untimed) if device.type == "cuda" else _host_round(turn)
+        last = dict(zip(names, measured, strict=True))
         if number >= warm_up:
-            for name, sample in zip(functions, measured, strict=True):
+            for name, sample in last.items():
                 samples[name].append(sample)
     return {name: Timing(values) for name, values in samples.items()}
 
