@@ -23,8 +23,8 @@ namespace {
 constexpr std::int64_t kLeasesBeforeAskingAgain = 64;
 constexpr std::int64_t kGrowthPages = 4;  // slabs come in multiples of 2 MiB, as PyTorch's large blocks do
 
-// For what no capture may record. A stream of our own, as any of PyTorch's pool may be the one that captures, and for the
-// life of the process, as PyTorch's allocator remembers which stream memory belongs to.
+// For what no capture may record. A stream of our own, as any of PyTorch's pool may be the one that captures, and for
+// the life of the process, as PyTorch's allocator remembers which stream memory belongs to.
 CUDAStream uncaptured_stream(c10::DeviceIndex device) {
   static std::mutex mutex;
   static std::map<c10::DeviceIndex, CUDAStream> streams;

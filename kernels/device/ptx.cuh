@@ -21,9 +21,9 @@ __device__ __forceinline__ std::uint32_t* dynamic_shared() {
 // Stores the low `Bytes` bytes of `x` if `condition`. Predicated, not branched around.
 template <int Bytes>
 __device__ __forceinline__ void store_shared_if(bool condition, void* to, std::uint32_t x) {
-#define BITSPARSE_STORE_IF(store)                                                                          \
-  asm volatile("{.reg .pred p; setp.ne.u32 p, %2, 0; @p " store " [%0], %1;}" ::"r"(shared_address(to)), \
-               "r"(x), "r"(static_cast<std::uint32_t>(condition))                                        \
+#define BITSPARSE_STORE_IF(store)                                                                                \
+  asm volatile("{.reg .pred p; setp.ne.u32 p, %2, 0; @p " store " [%0], %1;}" ::"r"(shared_address(to)), "r"(x), \
+               "r"(static_cast<std::uint32_t>(condition))                                                        \
                : "memory")
   if constexpr (Bytes == 1) BITSPARSE_STORE_IF("st.shared.u8");
   if constexpr (Bytes == 2) BITSPARSE_STORE_IF("st.shared.u16");

@@ -79,6 +79,27 @@ def test_any_alignment(device, dtype, codec):
             assert_same_bits(ops._restore_activation(lease, [numel], dtype, "relu_squared"), expected, "restored")
 
 
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("dtype", TRAINED, ids=str)
+def test_gradient_of_relu(device, dtype, codec):
+    """Of every form that a block's mask has, none included, with NaNs in both."""
+    numel = 3 * 8192 // dtype.itemsize + 77
+    for density in (0.0, 0.02, 0.3, 0.7, 0.99, 1.0):
+        generator = torch.Generator().manual_seed(int(100 * density))
+        h = torch.randn(numel, generator=generator).abs()
+        h = torch.where(torch.rand(numel, generator=generator) < density, h + 0.01, -h)
+        h[5::999] = torch.nan
+        h = h.to(device, dtype).requires_grad_()
+        grad = randn(numel, seed=1, dtype=dtype, device=device)
+        grad[::7] = torch.nan
+        (expected,) = torch.autograd.grad(F.relu(h), h, grad)
+        lease = ops._compress_activation_(h.detach(), "relu", codec)
+        for offset in (0, 3):
+            memory, view = placed(grad, offset)
+            ops._activation_gradient_(view, lease, "relu")
+            assert_holds(memory, offset, expected, f"density {density}")
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_in_place_form(device, activation):
     h = randn(40, 300, seed=1, dtype=torch.bfloat16, device=device)

@@ -311,6 +311,25 @@ def test_graph_replays_that_find_no_room():
     assert_nothing_is_left(arena)
 
 
+@pytest.mark.parametrize("activation", ["relu", "relu_squared"])
+def test_a_lost_tile_makes_its_gradient_nan(activation):
+    ops, each = torch.ops.bitsparse, layer(1.0)
+    arena = bitsparse.Arena("cuda", capacity=PAGE, spill_bytes=0)
+    with arena:
+        ops._compress_activation_.default(each.h[:1].clone(), activation, "tight")  # the first use takes its time
+        torch.cuda._sleep(1_000_000_000)  # the device is half a second behind: the host can't know yet
+        lease = ops._compress_activation_.default(each.h.clone(), activation, "tight")
+        grad = torch.ones_like(each.h)
+        ops._activation_gradient_.default(grad, lease, activation)
+    tiles = grad.view(-1, 4096)  # elements
+    lost = tiles.isnan().all(dim=1)
+    assert 0 < lost.sum() < len(tiles)
+    expected = torch.ones_like(each.h) if activation == "relu" else 2 * each.h
+    assert torch.equal(tiles[~lost], expected.view(-1, 4096)[~lost])
+    with pytest.raises(bitsparse.OutOfArenaMemory, match=LOSS.format(PAGE, 0)):
+        arena.memory_stats(synchronize=True)
+
+
 def test_an_arena_that_cannot_be_had_is_an_error_every_time():
     sparse = layer(0.02)
     arena = bitsparse.Arena("cuda", capacity=1 << 42)
