@@ -163,7 +163,7 @@ __device__ __forceinline__ void store_blob(const std::uint32_t* stage, std::uint
   }
 }
 
-template <class Config, Access A>
+template <class Config, bool Whole>
 __device__ __forceinline__ void compress_tile(const void* in, void* out, std::int64_t numel, const BlobStore& store) {
   using L = typename Config::L;
   constexpr int kBlocks = L::kBlocksPerTile;
@@ -177,10 +177,9 @@ __device__ __forceinline__ void compress_tile(const void* in, void* out, std::in
   const std::int64_t first = (static_cast<std::int64_t>(this_tile()) * kBlocks + warp) * L::kBlockElements;
   const auto moves = ByteMoves<Config::kBytes>::compacting(lane);
   LaneBlock<Config> block;
-  load_chunks<Config::kBytes, A, true, 0, L::kChunksPerLane>(in, first, numel, lane, block.elements);
-  take_block(block, ChunkWriter<Config::kBytes, A, false>(out, first, numel, lane));
-  const BlockPlan plan =
-      prepare_block(block, moves, slots, A != Access::elements || first + L::kBlockElements <= numel, lane);
+  load_chunks<Config::kBytes, Whole, true, 0, L::kChunksPerLane>(in, first, numel, lane, block.elements);
+  take_block(block, ChunkWriter<Config::kBytes, Whole, false>(out, first, numel, lane));
+  const BlockPlan plan = prepare_block(block, moves, slots, Whole || first + L::kBlockElements <= numel, lane);
   store_shared_if<4>(lane == 0, &state.block_sizes[warp], plan.mask_words + plan.code_words | block.all.kept() << 16);
   __syncthreads();  // all sizes known
 
@@ -206,21 +205,20 @@ __device__ __forceinline__ void compress_tile(const void* in, void* out, std::in
   if (state.final_units) finish_lease(cooperative_groups::this_thread_block(), store, state.final_units);
 }
 
-template <class Config, Access A>
-__device__ __noinline__ void compress_rare_tile(const void* in, void* out, std::int64_t numel, const BlobStore& store) {
-  compress_tile<Config, A>(in, out, numel, store);
+// Out of line: rare, and not to cost the other tiles a register.
+template <class Config>
+__device__ __noinline__ void compress_edge_tile(const void* in, void* out, std::int64_t numel, const BlobStore& store) {
+  compress_tile<Config, false>(in, out, numel, store);
 }
 
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, resident_blocks(Target::kCompress, Config::kDType))
     compress_kernel(const void* in, void* out, std::int64_t numel, const __grid_constant__ BlobStore store) {
-  const auto addresses = reinterpret_cast<std::uintptr_t>(in) | reinterpret_cast<std::uintptr_t>(out);
-  if (tile_is_whole<Config::kBytes>(addresses, this_tile(), numel))
-    compress_tile<Config, Access::whole>(in, out, numel, store);
-  else if (tile_may_shift<Config::kBytes>(this_tile(), numel))
-    compress_rare_tile<Config, Access::shifted>(in, out, numel, store);
+  const std::uintptr_t addresses = reinterpret_cast<std::uintptr_t>(in) | reinterpret_cast<std::uintptr_t>(out);
+  if (tile_is_whole<Config::kBytes>(reinterpret_cast<const void*>(addresses), this_tile(), numel))
+    compress_tile<Config, true>(in, out, numel, store);
   else
-    compress_rare_tile<Config, Access::elements>(in, out, numel, store);
+    compress_edge_tile<Config>(in, out, numel, store);
 }
 
 }  // namespace bitsparse::kernels
