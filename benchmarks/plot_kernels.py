@@ -58,20 +58,23 @@ def _sizes(axes: Axes, rows: dict[str, Row]) -> None:
     axes.set_xticks(range(len(layers)), layers)
     axes.set_ylabel("bits an element")
     axes.set_title("real activations")
-    if layers:
-        axes.legend(frameon=False)
+    axes.legend(frameon=False)
 
 
 def draw(result: Result, figure: Figure) -> None:
     rows = {row.name: row for row in result.rows}
-    figure.set_size_inches(15, 4)
-    *left, right = figure.subplots(1, len(_OPERATIONS) + 1, width_ratios=[1, 1, 1, 1.3])
+    has_sizes = any(name.startswith("size/") for name in rows)
+    widths = [1] * len(_OPERATIONS) + [1.3] * has_sizes
+    figure.set_size_inches(3.5 * sum(widths), 4)
+    panels = figure.subplots(1, len(widths), width_ratios=widths)
+    left = panels[: len(_OPERATIONS)]
     for axes, operation in zip(left, _OPERATIONS, strict=True):
         axes.sharey(left[0])
         _fractions(axes, rows, operation)
     left[0].set_ylabel("fraction of copy bandwidth")
     left[0].legend(frameon=False, loc="lower right")
     left[0].set_ylim(min(0.8, left[0].get_ylim()[0]), 1.04)
-    _sizes(right, rows)
+    if has_sizes:
+        _sizes(panels[-1], rows)
     copy = rows.get("copy/gb_per_s")
     figure.suptitle(f"BF16 on {result.place}" + (f", copy at {copy.value:.0f} GB/s" if copy else ""))

@@ -19,6 +19,7 @@ _COLORS = {
     "bitsparse-raw": "#9fd3b0",
     "dense-compiled": "#4a5463",
     "bitsparse-compiled": "#1f6fb2",
+    "bitsparse-fused-compiled": "#7a3fa0",
     "bitsparse-raw-compiled": "#2e8b57",
 }
 

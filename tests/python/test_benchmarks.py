@@ -324,10 +324,45 @@ def test_tables_of_kernels_put_codecs_side_by_side():
     assert "| relu² | bf16 | 0.2 | – | 0.91 ✗ / 0.90 ✗ / 0.95 | 0.91 / 0.90 / 0.95 |" in table.as_markdown()
 
 
+def test_turns_are_taken_in_another_order_each_round():
+    order = []
+    functions = {name: [lambda name=name: order.append(name)] for name in "abcd"}
+    times = timing.time_in_turns(functions, torch.device("cpu"), rounds=8, warm_up=0, lead_seconds=0.1)
+    rounds = [tuple(order[start : start + 4]) for start in range(0, len(order), 4)]
+    assert all(sorted(names) == [*"abcd"] for names in rounds)
+    assert len(set(rounds)) > 4
+    assert {name: len(times[name].samples) for name in "abcd"} == dict.fromkeys("abcd", 8)
+
+
 def test_a_picture_needs_a_result_that_has_one(tmp_path, capsys):
     path = store(tmp_path / "a.json", GOOD)
     assert plot.main([str(path), str(tmp_path / "a.png")]) == 2
     assert "expected a result of kernels or models, got 'something'" in capsys.readouterr().err
+
+
+def test_a_picture_of_several_results(tmp_path, capsys):
+    def stored(name, rows, **changes):
+        result = results.validate(changed(lambda content: content.update(name="kernels", **changes)))
+        for row, value in rows.items():
+            result.add(row, value, "of copy")
+        results.write(tmp_path / name, result)
+        return tmp_path / name
+
+    speed = {
+        f"bf16/density=0.2/{codec}/{operation}/of_copy": 0.9
+        for codec in ("raw", "signless", "tight")
+        for operation in ("compress", "restore", "gradient")
+    }
+    size = {"size/layer0/bound": 3.0, **{f"size/layer0/{codec}/bits": 3.5 for codec in ("raw", "signless", "tight")}}
+    files = [stored("speed.json", speed), stored("size.json", {**size, "copy/gb_per_s": 4000.0})]
+    together = plot.together(files)
+    assert {*speed, *size, "copy/gb_per_s"} <= {row.name for row in together.rows}
+    assert len({row.name for row in together.rows}) == len(together.rows)
+    for chosen in (files, files[:1]):
+        assert plot.main([*map(str, chosen), str(tmp_path / "a.png")]) == 0
+    other = stored("other.json", size, gpu="another")
+    assert plot.main([str(files[0]), str(other), str(tmp_path / "a.png")]) == 2
+    assert "other.json: expected a result of kernels on" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("device", DEVICES)
