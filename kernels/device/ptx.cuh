@@ -25,7 +25,7 @@ __device__ __forceinline__ void store_shared_if(bool condition, void* to, std::u
   asm volatile("{.reg .pred p; setp.ne.u32 p, %2, 0; @p " store " [%0], %1;}" ::"r"(shared_address(to)), "r"(x), \
                "r"(static_cast<std::uint32_t>(condition))                                                        \
                : "memory")
-  if constexpr (Bytes == 1) BITSPARSE_STORE_IF("st.shared.u8");
+  static_assert(Bytes == 2 || Bytes == 4);
   if constexpr (Bytes == 2) BITSPARSE_STORE_IF("st.shared.u16");
   if constexpr (Bytes == 4) BITSPARSE_STORE_IF("st.shared.u32");
 #undef BITSPARSE_STORE_IF
