@@ -61,6 +61,7 @@ def _gpus(architectures: list[str]) -> list[dict[str, Any]]:
                 "architecture": f"sm_{capability[0]}{capability[1]}",
                 "memory_bytes": properties.total_memory,
                 "usable": runs_on(architectures, capability),
+                "fused_products": capability == (9, 0),  # whose kernels every CUDA build has
             }
         )
     return gpus
@@ -119,7 +120,7 @@ def _describe(info: dict[str, Any]) -> str:
         ("driver", run["driver"] or "none found"),
     ]
     for gpu in info["gpus"]:
-        note = "" if gpu["usable"] else ", not usable"
+        note = ", not usable" if not gpu["usable"] else ", fused products" if gpu["fused_products"] else ""
         rows.append(
             (gpu["device"], f"{gpu['name']}, {gpu['architecture']}, {gpu['memory_bytes'] / 2**30:.0f} GiB{note}")
         )

@@ -103,6 +103,20 @@ def test_which_gpus_compiled_code_runs_on(architectures, capability, runs):
     assert info.runs_on(architectures, capability) is runs
 
 
+def test_what_is_said_of_gpus():
+    content = info.collect()
+    gpu = {"name": "A GPU", "memory_bytes": 80 << 30, "usable": True, "fused_products": False}
+    content["gpus"] = [
+        {**gpu, "device": "cuda:0", "architecture": "sm_80"},
+        {**gpu, "device": "cuda:1", "architecture": "sm_90", "fused_products": True},
+        {**gpu, "device": "cuda:2", "architecture": "sm_75", "usable": False},
+    ]
+    lines = dict(re.split(r":\s+", line, maxsplit=1) for line in info._describe(content).splitlines())
+    assert lines["cuda:0"] == "A GPU, sm_80, 80 GiB"
+    assert lines["cuda:1"] == "A GPU, sm_90, 80 GiB, fused products"
+    assert lines["cuda:2"] == "A GPU, sm_75, 80 GiB, not usable"
+
+
 def test_reason_why_cuda_is_not_usable(monkeypatch):
     build = {"cuda": "13.0", "architectures": ["sm_90"]}
     gpu = {"architecture": "sm_80", "usable": False}
