@@ -174,7 +174,7 @@ __device__ __forceinline__ void compress_tile(const void* in, void* out, std::in
   std::uint32_t* const stage = shared + kTileStateWords;
   std::uint32_t* const slots = stage + Config::kStageWords + warp * Config::kSlotWords;
 
-  const std::int64_t first = (static_cast<std::int64_t>(this_tile()) * kBlocks + warp) * L::kBlockElements;
+  const std::int64_t first = first_of_block<Config::kBytes>(warp);
   const auto moves = ByteMoves<Config::kBytes>::compacting(lane);
   LaneBlock<Config> block;
   load_chunks<Config::kBytes, Whole, true, 0, L::kChunksPerLane>(in, first, numel, lane, block.elements);

@@ -86,10 +86,7 @@ struct LinearGradient : LinearLayout</*ManyCodecWarps=*/false, 0, 4 * (BlockLayo
         const PatchChunks chunks(operands.out, row, column + b * Patch::kColumns, operands.shape.columns, lane);
         if (from.lost) {  // the arena had no room for this tile: be seen
           if (b == 0) wait();
-          constexpr std::uint32_t nan = Scalar<kDType>::kNaN;
-          const std::uint32_t words[4] = {nan, nan, nan, nan};
-#pragma unroll
-          for (int i = 0; i < L::kChunksPerLane; ++i) chunks.write(i, words);
+          write_nan<kDType>(chunks);
           continue;
         }
         const std::uint32_t header = __shfl_sync(~0u, headers, b);

@@ -25,12 +25,6 @@ struct ReluGradientConfig : RestoreConfig<D, Codec::tight, Keep::positive, Epilo
   static constexpr int kSharedBytes = 4 * Base::L::kBlocksPerTile * Base::kScratchWords;  // of blocks without a mask
 };
 
-template <class Config>
-__device__ __forceinline__ std::int64_t first_of_block(int warp) {
-  using L = typename Config::L;
-  return (static_cast<std::int64_t>(this_tile()) * L::kBlocksPerTile + warp) * L::kBlockElements;
-}
-
 // Warp-wide: a block without a mask. Out of line: rare, and not to cost the other blocks a register.
 template <class Config, bool Whole>
 __device__ __noinline__ void relu_gradient_of_dense_block(void* data, std::int64_t numel, const BlobStore& store,
@@ -38,7 +32,7 @@ __device__ __noinline__ void relu_gradient_of_dense_block(void* data, std::int64
   using L = typename Config::L;
   constexpr int kBytes = Config::kBytes;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  const std::int64_t first = first_of_block<Config>(warp);
+  const std::int64_t first = first_of_block<kBytes>(warp);
   const auto moves = ByteMoves<kBytes>::expanding(lane);
   uint4 grad[L::kChunksPerLane];
   load_chunks<kBytes, Whole, true, 0, L::kChunksPerLane>(data, first, numel, lane, grad);
@@ -60,21 +54,14 @@ __device__ __forceinline__ void relu_gradient_tile(void* data, std::int64_t nume
   using L = typename Config::L;
   constexpr int kBytes = Config::kBytes;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  const std::int64_t first = first_of_block<Config>(warp);
+  const std::int64_t first = first_of_block<kBytes>(warp);
   const std::uint64_t entry = __ldg(reinterpret_cast<const unsigned long long*>(&store.tiles[this_tile()]));
   uint4 grad[L::kChunksPerLane];
   load_chunks<kBytes, Whole, true, 0, L::kChunksPerLane>(data, first, numel, lane, grad);
   ChunkWriter<kBytes, Whole, false> writer(data, first, numel, lane);
   std::uint32_t units;
   const Placement from = find_blob(store, entry, units);
-  if (from.lost) {  // the arena had no room for this tile: be seen
-    constexpr std::uint32_t nan = Scalar<Config::kDType>::kNaN;
-    const std::uint32_t words[4] = {nan, nan, nan, nan};
-#pragma unroll
-    for (int i = 0; i < L::kChunksPerLane; ++i) writer.write(i, words);
-    return;
-  }
-
+  if (from.lost) return write_nan<Config::kDType>(writer);  // the arena had no room for this tile: be seen
   const BlobWords blob(from, units);
   const std::uint32_t header = blob[warp];
   const BlobWords body = blob + L::header_offset(header);

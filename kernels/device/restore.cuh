@@ -195,6 +195,15 @@ struct ChunkOutput {
   }
 };
 
+// Warp-wide: a block of NaNs.
+template <DType D, class Writer>
+__device__ __forceinline__ void write_nan(Writer& writer) {
+  constexpr std::uint32_t nan = Scalar<D>::kNaN;
+  const std::uint32_t words[4] = {nan, nan, nan, nan};
+#pragma unroll
+  for (int i = 0; i < BlockLayout<element_bytes(D)>::kChunksPerLane; ++i) writer.write(i, words);
+}
+
 template <class Config, bool Whole>
 __device__ __forceinline__ void restore_tile(void* data, std::int64_t numel, const BlobStore& store) {
   using L = typename Config::L;
@@ -205,7 +214,7 @@ __device__ __forceinline__ void restore_tile(void* data, std::int64_t numel, con
   std::uint32_t* const shared = dynamic_shared();
   const BlobLoad load(store, shared);
   const auto moves = ByteMoves<kBytes>::expanding(lane);
-  const std::int64_t first = (static_cast<std::int64_t>(this_tile()) * L::kBlocksPerTile + warp) * L::kBlockElements;
+  const std::int64_t first = first_of_block<kBytes>(warp);
   using Writer = std::conditional_t<Config::kPatches, PatchChunks, ChunkWriter<kBytes, Whole, !kGradient>>;
   const auto writer_of_block = [&] {
     if constexpr (Config::kPatches) {
@@ -228,12 +237,8 @@ __device__ __forceinline__ void restore_tile(void* data, std::int64_t numel, con
   load.start(store);
   std::uint32_t* const stage = load.finish(store);
   if (!stage) {  // the arena had no room for this tile: be seen
-    constexpr std::uint32_t nan = Scalar<Config::kDType>::kNaN;
-    const std::uint32_t words[4] = {nan, nan, nan, nan};
     Writer writer = writer_of_block();
-#pragma unroll
-    for (int i = 0; i < L::kChunksPerLane; ++i) writer.write(i, words);
-    return;
+    return write_nan<Config::kDType>(writer);
   }
 
   ChunkOutput<Config, Writer> output{writer_of_block(), grad};
