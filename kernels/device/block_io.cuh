@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "bitsparse/format.h"
 #include "device/ptx.cuh"
@@ -25,25 +26,27 @@ struct SlotType<4> {
 template <int Bytes>
 using Slot = typename SlotType<Bytes>::type;
 
-// Is tile `tile` inside a tensor of `numel` elements, and `base` aligned for 16-byte accesses? Tiles that are not take
-// a path of their own.
-template <int Bytes>
-__device__ __forceinline__ bool tile_is_whole(const void* base, std::int64_t tile, std::int64_t numel) {
-  return (reinterpret_cast<std::uintptr_t>(base) & (kChunkBytes - 1)) == 0 &&
-         (tile + 1) * BlockLayout<Bytes>::kTileElements <= numel;
-}
-
-// A block of memory that starts anywhere, as the aligned chunks that it lies in.
-struct Alignment {
-  std::uint32_t offset;  // of the block in its first aligned chunk, in bytes
-  bool by_chunks;        // all its aligned chunks end inside the tensor; else it is accessed by elements
+// How a tile's elements are accessed. What is rare is code of its own, not to cost the others a register.
+enum class Access {
+  whole,     // by aligned chunks: all are in the tensor
+  shifted,   // the same, but the tile begins somewhere in a chunk
+  elements,  // one by one: the tensor ends in the tile, or within a chunk after it
 };
 
+__device__ __forceinline__ std::uint32_t offset_in_chunk(const void* p) {
+  return reinterpret_cast<std::uintptr_t>(p) & (kChunkBytes - 1);
+}
+
+// Is tile `tile` inside a tensor of `numel` elements?
 template <int Bytes>
-__device__ __forceinline__ Alignment alignment_of(const void* base, std::int64_t first, std::int64_t numel) {
-  const std::uint32_t offset = reinterpret_cast<std::uintptr_t>(base) & (kChunkBytes - 1);
-  const std::int64_t past_block = (offset ? kChunkBytes - offset : 0) / Bytes;
-  return {offset, first + BlockLayout<Bytes>::kBlockElements + past_block <= numel};
+__device__ __forceinline__ bool tile_is_inside(std::int64_t tile, std::int64_t numel) {
+  return (tile + 1) * BlockLayout<Bytes>::kTileElements <= numel;
+}
+// With all aligned chunks that it has a part in?
+template <int Bytes>
+__device__ __forceinline__ bool tile_may_shift(std::int64_t tile, std::int64_t numel) {
+  using L = BlockLayout<Bytes>;
+  return (tile + 1) * L::kTileElements + L::kChunkElements <= numel;
 }
 
 // Calls `work.template with<Words>()` for Words = offset / 4: branches that all threads take alike cost less than
@@ -54,146 +57,207 @@ __device__ __forceinline__ void with_word_offset(std::uint32_t offset, const Wor
   return offset & 4 ? work.template with<1>() : work.template with<0>();
 }
 
-// Warp-wide: makes of aligned chunks those that start `offset` bytes later. The last lane's end where the first one's
-// next ones begin; `past` is the first lane's, after all others.
-template <int Chunks>
-struct ShiftOnLoad {
-  uint4 (&chunks)[Chunks];
-  const uint4& past;
-  std::uint32_t offset;
-  int lane;
-  template <int Words>
-  __device__ __forceinline__ void with() const {
+// Of an aligned chunk the bytes in [begin, end), both at the edge of an element, by words where they are whole.
+template <int Bytes>
+__device__ __forceinline__ void store_part(void* chunk, const std::uint32_t (&words)[4], std::uint32_t begin,
+                                           std::uint32_t end) {
 #pragma unroll
-    for (int i = 0; i < Chunks; ++i) {
-      std::uint32_t* const x = reinterpret_cast<std::uint32_t*>(&chunks[i]);
-      const auto* const next = reinterpret_cast<const std::uint32_t*>(i + 1 < Chunks ? &chunks[i + 1] : &past);
-      std::uint32_t run[5 + Words];
+  for (std::uint32_t j = 0; j < 4; ++j) {
+    std::uint8_t* const to = static_cast<std::uint8_t*>(chunk) + 4 * j;
+    if (begin <= 4 * j && 4 * j + 4 <= end) {
+      *reinterpret_cast<std::uint32_t*>(to) = words[j];
+    } else if constexpr (Bytes < 4) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) run[j] = x[j];
-#pragma unroll
-      for (int j = 0; j <= Words; ++j)
-        run[4 + j] = __shfl_sync(~0u, lane == 0 ? next[j] : x[j], (lane + 1) & (kLanes - 1));
-#pragma unroll
-      for (int j = 0; j < 4; ++j) x[j] = __funnelshift_r(run[Words + j], run[Words + j + 1], 8 * offset);
+      for (std::uint32_t byte = 0; byte < 4; byte += Bytes)
+        if (begin <= 4 * j + byte && 4 * j + byte < end)
+          *reinterpret_cast<Slot<Bytes>*>(to + byte) = static_cast<Slot<Bytes>>(words[j] >> 8 * byte);
     }
   }
+}
+
+// A block that starts somewhere in an aligned chunk, as the chunks it lies in: a lane's, and one past all others, of
+// which the first lane knows.
+template <int Bytes, int Chunks>
+struct AlignedChunks {
+  uint4 own[Chunks];
+  uint4 past;
+  std::uint32_t offset;  // of the block in its first chunk, in bytes
+
+  template <bool Streaming>
+  static __device__ __forceinline__ AlignedChunks load(const Slot<Bytes>* block, int lane) {
+    AlignedChunks chunks;
+    chunks.offset = offset_in_chunk(block);
+    const uint4* const p = first_chunk(block, chunks.offset) + lane;
+#pragma unroll
+    for (int i = 0; i < Chunks; ++i) chunks.own[i] = Streaming ? load_streaming(p + i * kLanes) : p[i * kLanes];
+    if (lane == 0) chunks.past = p[Chunks * kLanes];
+    return chunks;
+  }
+
+  // Of a lane's i-th chunk what is the block's own, to a block of the same offset.
+  __device__ __forceinline__ void store(int i, const uint4& v, Slot<Bytes>* block, int lane) const {
+    uint4* const p = first_chunk(block, offset) + lane + i * kLanes;
+    if (i == 0 && lane == 0)
+      store_part<Bytes>(p, {v.x, v.y, v.z, v.w}, offset, kChunkBytes);
+    else
+      *p = v;
+  }
+  // The same of the one past all others, by the first lane.
+  __device__ __forceinline__ void store_past(const uint4& v, Slot<Bytes>* block) const {
+    store_part<Bytes>(first_chunk(block, offset) + Chunks * kLanes, {v.x, v.y, v.z, v.w}, 0, offset);
+  }
+
+  // Warp-wide: the chunks of the block as if it was aligned. The last lane's end where the first one's next begin.
+  __device__ __forceinline__ void shift(uint4 (&v)[Chunks], int lane) const {
+    with_word_offset(offset, Shift{*this, v, lane});
+  }
+
+ private:
+  template <class T>
+  static __device__ __forceinline__ auto* first_chunk(T* block, std::uint32_t offset) {
+    using Chunk = std::conditional_t<std::is_const_v<T>, const uint4, uint4>;
+    return reinterpret_cast<Chunk*>(reinterpret_cast<std::uintptr_t>(block) - offset);
+  }
+
+  struct Shift {
+    const AlignedChunks& from;
+    uint4 (&to)[Chunks];
+    int lane;
+    template <int Words>
+    __device__ __forceinline__ void with() const {
+#pragma unroll
+      for (int i = 0; i < Chunks; ++i) {
+        const auto* const x = reinterpret_cast<const std::uint32_t*>(&from.own[i]);
+        const auto* const next = reinterpret_cast<const std::uint32_t*>(i + 1 < Chunks ? &from.own[i + 1] : &from.past);
+        std::uint32_t run[5 + Words];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) run[j] = x[j];
+#pragma unroll
+        for (int j = 0; j <= Words; ++j)
+          run[4 + j] = __shfl_sync(~0u, lane == 0 ? next[j] : x[j], (lane + 1) & (kLanes - 1));
+        auto* const words = reinterpret_cast<std::uint32_t*>(&to[i]);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) words[j] = __funnelshift_r(run[Words + j], run[Words + j + 1], 8 * from.offset);
+      }
+    }
+  };
 };
 
 // The lane's chunks from Begin to End as words, elements past the end as zero.
-template <int Bytes, bool Whole, bool Streaming, int Begin, int End, int Chunks>
+template <int Bytes, Access A, bool Streaming, int Begin, int End, int Chunks>
 __device__ __forceinline__ void load_chunks(const void* base, std::int64_t first, std::int64_t numel, int lane,
                                             uint4 (&v)[Chunks]) {
   using L = BlockLayout<Bytes>;
-  if constexpr (Begin < End) {
-    const Slot<Bytes>* elements = static_cast<const Slot<Bytes>*>(base) + first;
-    const Alignment alignment = Whole ? Alignment{0, true} : alignment_of<Bytes>(base, first, numel);
-    if (alignment.by_chunks) {
-      const auto* const p =
-          reinterpret_cast<const uint4*>(reinterpret_cast<std::uintptr_t>(elements) - alignment.offset) + lane;
-      uint4 part[End - Begin], past;
+  const Slot<Bytes>* const elements = static_cast<const Slot<Bytes>*>(base) + first;
+  if constexpr (Begin == End) return;
+  else if constexpr (A == Access::whole) {
+    const uint4* const p = reinterpret_cast<const uint4*>(elements) + lane;
 #pragma unroll
-      for (int i = Begin; i < End; ++i) part[i - Begin] = Streaming ? load_streaming(p + i * kLanes) : p[i * kLanes];
-      if (alignment.offset) {
-        if (lane == 0) past = p[End * kLanes];
-        with_word_offset(alignment.offset, ShiftOnLoad<End - Begin>{part, past, alignment.offset, lane});
+    for (int i = Begin; i < End; ++i) v[i] = Streaming ? load_streaming(p + i * kLanes) : p[i * kLanes];
+  } else if constexpr (A == Access::shifted) {
+    uint4 part[End - Begin];
+    AlignedChunks<Bytes, End - Begin>::template load<Streaming>(elements + Begin * kLanes * L::kChunkElements, lane)
+        .shift(part, lane);
+#pragma unroll
+    for (int i = Begin; i < End; ++i) v[i] = part[i - Begin];
+  } else {
+    const std::int64_t left = numel - first;
+#pragma unroll
+    for (int i = Begin; i < End; ++i) {
+      std::uint32_t words[4] = {};
+#pragma unroll
+      for (int e = 0; e < L::kChunkElements; ++e) {
+        const int at = (lane + i * kLanes) * L::kChunkElements + e;
+        if (at < left) words[e * Bytes / 4] |= static_cast<std::uint32_t>(elements[at]) << (e * L::kBits % 32);
       }
-#pragma unroll
-      for (int i = Begin; i < End; ++i) v[i] = part[i - Begin];
-    } else {
-      const std::int64_t left = numel - first;
-#pragma unroll
-      for (int i = Begin; i < End; ++i) {
-        std::uint32_t words[4] = {};
-#pragma unroll
-        for (int e = 0; e < L::kChunkElements; ++e) {
-          const int at = (lane + i * kLanes) * L::kChunkElements + e;
-          if (at < left) words[e * Bytes / 4] |= static_cast<std::uint32_t>(elements[at]) << (e * L::kBits % 32);
-        }
-        v[i] = make_uint4(words[0], words[1], words[2], words[3]);
-      }
+      v[i] = make_uint4(words[0], words[1], words[2], words[3]);
     }
   }
 }
 
 // Writes a lane's chunks, one after another from the first to the last.
-template <int Bytes, bool Whole, bool Streaming>
+template <int Bytes, Access A, bool Streaming>
 class ChunkWriter {
   using L = BlockLayout<Bytes>;
 
  public:
   __device__ __forceinline__ ChunkWriter(void* base, std::int64_t first, std::int64_t numel, int lane)
-      : base_(base), first_(first), numel_(numel), lane_(lane) {}
+      : elements_(static_cast<Slot<Bytes>*>(base) + first), left_(numel - first), lane_(lane) {}
 
   // Warp-wide.
   __device__ __forceinline__ void write(int i, const std::uint32_t (&words)[4]) {
-    Slot<Bytes>* const elements = static_cast<Slot<Bytes>*>(base_) + first_;
-    const int chunk = lane_ + i * kLanes;
-    if constexpr (Whole) {
-      uint4* p = reinterpret_cast<uint4*>(elements) + chunk;
+    const int first = (lane_ + i * kLanes) * L::kChunkElements;
+    Slot<Bytes>* const own = elements_ + first;
+    if constexpr (A == Access::elements) {
+#pragma unroll
+      for (int e = 0; e < L::kChunkElements; ++e)
+        if (first + e < left_) own[e] = static_cast<Slot<Bytes>>(words[e * Bytes / 4] >> (e * L::kBits % 32));
+      return;
+    }
+    if constexpr (A == Access::whole) {
+      uint4* const p = reinterpret_cast<uint4*>(elements_) + lane_ + i * kLanes;
       const uint4 v = make_uint4(words[0], words[1], words[2], words[3]);
       if constexpr (Streaming)
         __stcs(p, v);
       else
         *p = v;
-    } else {
-      Slot<Bytes>* const own = elements + chunk * L::kChunkElements;
-      const Alignment alignment = alignment_of<Bytes>(base_, first_, numel_);
-      if (alignment.by_chunks)
-        write_shifted(i, own, alignment.offset, words);
-      else
-        write_elements(own, words, 0, numel_ - first_ - chunk * L::kChunkElements);
+    }
+    if constexpr (A == Access::shifted) {
+      const std::uint32_t offset = offset_in_chunk(own);
+      auto* const chunk = reinterpret_cast<std::uint8_t*>(own) - offset;
+      with_word_offset(offset, ShiftedWrite{*this, i, chunk, words, offset});
     }
   }
 
  private:
-  // An aligned chunk begins with the end of the chunk before the lane's own, and takes the start of that.
-  struct ShiftOnStore {
+  // An aligned chunk begins with the end of the chunk before the lane's own, and takes the start of that. The block has
+  // a part of its first and of its last one.
+  struct ShiftedWrite {
     ChunkWriter& writer;
+    int i;
+    std::uint8_t* chunk;  // the aligned one
     const std::uint32_t (&words)[4];
-    std::uint32_t (&aligned)[4];
     std::uint32_t offset;
+
     template <int Words>
     __device__ __forceinline__ void with() const {
-      std::uint32_t run[5 + Words];
+      const int lane = writer.lane_;
+      std::uint32_t run[6 + Words] = {};
 #pragma unroll
       for (int j = 0; j <= Words; ++j) {
         std::uint32_t& last = writer.last_[3 - Words + j];
         const std::uint32_t own = words[3 - Words + j];
-        run[j] = __shfl_sync(~0u, writer.lane_ == kLanes - 1 ? last : own, (writer.lane_ - 1) & (kLanes - 1));
+        run[j] = __shfl_sync(~0u, lane == kLanes - 1 ? last : own, (lane - 1) & (kLanes - 1));
         last = own;
       }
 #pragma unroll
       for (int j = 0; j < 4; ++j) run[1 + Words + j] = words[j];
+      std::uint32_t aligned[4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) aligned[j] = __funnelshift_l(run[j], run[j + 1], 8 * offset);
+      if (i == 0 && lane == 0)
+        store_part<Bytes>(chunk, aligned, offset, kChunkBytes);
+      else
+        store(chunk, aligned);
+      if (i == L::kChunksPerLane - 1 && lane == kLanes - 1) {
+        std::uint32_t rest[4] = {};
+#pragma unroll
+        for (int j = 0; j <= Words; ++j) rest[j] = __funnelshift_l(run[4 + j], run[5 + j], 8 * offset);
+        store_part<Bytes>(chunk + kChunkBytes, rest, 0, offset);
+      }
     }
   };
 
-  __device__ __forceinline__ void write_shifted(int i, Slot<Bytes>* own, std::uint32_t offset,
-                                                const std::uint32_t (&words)[4]) {
-    const std::int64_t own_in_first = (kChunkBytes - offset) / Bytes;
-    std::uint32_t aligned[4] = {words[0], words[1], words[2], words[3]};
-    if (offset) with_word_offset(offset, ShiftOnStore{*this, words, aligned, offset});
-    if (offset && i == 0 && lane_ == 0)
-      write_elements(own, words, 0, own_in_first);
+  static __device__ __forceinline__ void store(void* to, const std::uint32_t (&words)[4]) {
+    const uint4 v = make_uint4(words[0], words[1], words[2], words[3]);
+    if constexpr (Streaming)
+      __stcs(static_cast<uint4*>(to), v);
     else
-      *reinterpret_cast<uint4*>(reinterpret_cast<std::uintptr_t>(own) - offset) =
-          make_uint4(aligned[0], aligned[1], aligned[2], aligned[3]);
-    if (offset && i == L::kChunksPerLane - 1 && lane_ == kLanes - 1)
-      write_elements(own, words, own_in_first, L::kChunkElements);
+      *static_cast<uint4*>(to) = v;
   }
 
-  // Those of a chunk's elements that are in [begin, end).
-  static __device__ __forceinline__ void write_elements(Slot<Bytes>* chunk, const std::uint32_t (&words)[4],
-                                                        std::int64_t begin, std::int64_t end) {
-#pragma unroll
-    for (int e = 0; e < L::kChunkElements; ++e)
-      if (e >= begin && e < end) chunk[e] = static_cast<Slot<Bytes>>(words[e * Bytes / 4] >> (e * L::kBits % 32));
-  }
-
-  void* base_;
-  std::int64_t first_, numel_;
+  Slot<Bytes>* elements_;
+  std::int64_t left_;
   int lane_;
   std::uint32_t last_[4];  // of the chunk written last
 };

@@ -61,6 +61,25 @@ struct LaneBlock {
   MaskCounts all;     // of the block
 };
 
+// For a block whose activation has been written.
+struct NothingToWrite {
+  __device__ __forceinline__ void write(int, const std::uint32_t (&)[4]) const {}
+};
+
+// Drops those of four words' elements that are not kept; their activation.
+template <class Config>
+__device__ __forceinline__ uint4 activate_chunk(uint4& chunk) {
+  uint4 activation;
+  auto* const x = reinterpret_cast<std::uint32_t*>(&chunk);
+  auto* const y = reinterpret_cast<std::uint32_t*>(&activation);
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    x[j] &= keep_mask<Config::kDType, Config::kKeep>(x[j]);
+    y[j] = activate<Config::kDType, Config::kEpilogue>(x[j]);
+  }
+  return activation;
+}
+
 // Writes the activation of the block's elements, drops those that are not kept, and counts the others.
 template <class Config, class Writer>
 __device__ __forceinline__ void take_block(LaneBlock<Config>& block, Writer writer) {
@@ -93,6 +112,36 @@ __device__ __forceinline__ void take_block(LaneBlock<Config>& block, Writer writ
   const std::uint32_t through = warp_inclusive_sum(own.packed);
   block.before = {through - own.packed};
   block.all = {__shfl_sync(~0u, through, kLanes - 1)};
+}
+
+// The same for a block that starts somewhere in an aligned chunk, and whose activation goes to one of the same offset, or
+// to an aligned one. Elementwise work doesn't mind how chunks lie: only what is compressed has to be shifted.
+template <class Config>
+__device__ __forceinline__ void take_shifted_block(LaneBlock<Config>& block, const void* in, void* out,
+                                                   std::int64_t first, int lane) {
+  using L = typename Config::L;
+  using Element = Slot<Config::kBytes>;
+  using Chunks = AlignedChunks<Config::kBytes, L::kChunksPerLane>;
+  Chunks chunks = Chunks::template load<true>(static_cast<const Element*>(in) + first, lane);
+  bool written = false;
+  if constexpr (Config::kEpilogue != Epilogue::none) {
+    written = offset_in_chunk(out) != 0;
+    if (written) {
+      Element* const to = static_cast<Element*>(out) + first;
+#pragma unroll
+      for (int i = 0; i < L::kChunksPerLane; ++i) chunks.store(i, activate_chunk<Config>(chunks.own[i]), to, lane);
+      if (lane == 0) chunks.store_past(activate_chunk<Config>(chunks.past), to);
+    }
+  }
+  chunks.shift(block.elements, lane);
+  if constexpr (Config::kEpilogue != Epilogue::none) {
+    if (!written) {
+      uint4* const to = reinterpret_cast<uint4*>(static_cast<Element*>(out) + first) + lane;
+#pragma unroll
+      for (int i = 0; i < L::kChunksPerLane; ++i) to[i * kLanes] = activate_chunk<Config>(block.elements[i]);
+    }
+  }
+  take_block(block, NothingToWrite());
 }
 
 // Warp-wide, before sizes are known: leaves in `slots` what is to be coded, but for `raw`, whose codes are the elements
@@ -163,7 +212,7 @@ __device__ __forceinline__ void store_blob(const std::uint32_t* stage, std::uint
   }
 }
 
-template <class Config, bool Whole>
+template <class Config, Access A>
 __device__ __forceinline__ void compress_tile(const void* in, void* out, std::int64_t numel, const BlobStore& store) {
   using L = typename Config::L;
   constexpr int kBlocks = L::kBlocksPerTile;
@@ -177,9 +226,14 @@ __device__ __forceinline__ void compress_tile(const void* in, void* out, std::in
   const std::int64_t first = first_of_block<Config::kBytes>(warp);
   const auto moves = ByteMoves<Config::kBytes>::compacting(lane);
   LaneBlock<Config> block;
-  load_chunks<Config::kBytes, Whole, true, 0, L::kChunksPerLane>(in, first, numel, lane, block.elements);
-  take_block(block, ChunkWriter<Config::kBytes, Whole, false>(out, first, numel, lane));
-  const BlockPlan plan = prepare_block(block, moves, slots, Whole || first + L::kBlockElements <= numel, lane);
+  if constexpr (A == Access::shifted) {
+    take_shifted_block(block, in, out, first, lane);
+  } else {
+    load_chunks<Config::kBytes, A, true, 0, L::kChunksPerLane>(in, first, numel, lane, block.elements);
+    take_block(block, ChunkWriter<Config::kBytes, A, false>(out, first, numel, lane));
+  }
+  const bool whole = A != Access::elements || first + L::kBlockElements <= numel;
+  const BlockPlan plan = prepare_block(block, moves, slots, whole, lane);
   store_shared_if<4>(lane == 0, &state.block_sizes[warp], plan.mask_words + plan.code_words | block.all.kept() << 16);
   __syncthreads();  // all sizes known
 
@@ -206,19 +260,21 @@ __device__ __forceinline__ void compress_tile(const void* in, void* out, std::in
 }
 
 // Out of line: rare, and not to cost the other tiles a register.
-template <class Config>
-__device__ __noinline__ void compress_edge_tile(const void* in, void* out, std::int64_t numel, const BlobStore& store) {
-  compress_tile<Config, false>(in, out, numel, store);
+template <class Config, Access A>
+__device__ __noinline__ void compress_rare_tile(const void* in, void* out, std::int64_t numel, const BlobStore& store) {
+  compress_tile<Config, A>(in, out, numel, store);
 }
 
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, resident_blocks(Target::kCompress, Config::kDType))
     compress_kernel(const void* in, void* out, std::int64_t numel, const __grid_constant__ BlobStore store) {
-  const std::uintptr_t addresses = reinterpret_cast<std::uintptr_t>(in) | reinterpret_cast<std::uintptr_t>(out);
-  if (tile_is_whole<Config::kBytes>(reinterpret_cast<const void*>(addresses), this_tile(), numel))
-    compress_tile<Config, true>(in, out, numel, store);
+  const std::uint32_t from = offset_in_chunk(in), to = offset_in_chunk(out);
+  if ((from | to) == 0 && tile_is_inside<Config::kBytes>(this_tile(), numel))
+    compress_tile<Config, Access::whole>(in, out, numel, store);
+  else if ((to == 0 || to == from) && tile_may_shift<Config::kBytes>(this_tile(), numel))
+    compress_rare_tile<Config, Access::shifted>(in, out, numel, store);
   else
-    compress_edge_tile<Config>(in, out, numel, store);
+    compress_rare_tile<Config, Access::elements>(in, out, numel, store);
 }
 
 }  // namespace bitsparse::kernels

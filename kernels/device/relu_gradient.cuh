@@ -26,7 +26,7 @@ struct ReluGradientConfig : RestoreConfig<D, Codec::tight, Keep::positive, Epilo
 };
 
 // Warp-wide: a block without a mask. Out of line: rare, and not to cost the other blocks a register.
-template <class Config, bool Whole>
+template <class Config, Access A>
 __device__ __noinline__ void relu_gradient_of_dense_block(void* data, std::int64_t numel, const BlobStore& store,
                                                           std::uint64_t entry) {
   using L = typename Config::L;
@@ -35,7 +35,7 @@ __device__ __noinline__ void relu_gradient_of_dense_block(void* data, std::int64
   const std::int64_t first = first_of_block<kBytes>(warp);
   const auto moves = ByteMoves<kBytes>::expanding(lane);
   uint4 grad[L::kChunksPerLane];
-  load_chunks<kBytes, Whole, true, 0, L::kChunksPerLane>(data, first, numel, lane, grad);
+  load_chunks<kBytes, A, true, 0, L::kChunksPerLane>(data, first, numel, lane, grad);
   std::uint32_t units;
   const Placement from = find_blob(store, entry, units);
   const BlobWords blob(from, units);
@@ -44,12 +44,12 @@ __device__ __noinline__ void relu_gradient_of_dense_block(void* data, std::int64
   Codes<kBytes>::unpack(blob + L::header_offset(header), L::kBlockElements, L::header_width(header),
                         L::header_reference(header), values, lane, [](std::uint32_t word) { return word; });
   __syncwarp();
-  using Writer = ChunkWriter<kBytes, Whole, false>;
+  using Writer = ChunkWriter<kBytes, A, false>;
   ChunkOutput<Config, Writer> output{Writer(data, first, numel, lane), grad};
   expand<Config>(values, lane * L::kLaneElements, LaneMask<kBytes>::filled_with(~0u), moves, output);
 }
 
-template <class Config, bool Whole>
+template <class Config, Access A>
 __device__ __forceinline__ void relu_gradient_tile(void* data, std::int64_t numel, const BlobStore& store) {
   using L = typename Config::L;
   constexpr int kBytes = Config::kBytes;
@@ -57,8 +57,8 @@ __device__ __forceinline__ void relu_gradient_tile(void* data, std::int64_t nume
   const std::int64_t first = first_of_block<kBytes>(warp);
   const std::uint64_t entry = __ldg(reinterpret_cast<const unsigned long long*>(&store.tiles[this_tile()]));
   uint4 grad[L::kChunksPerLane];
-  load_chunks<kBytes, Whole, true, 0, L::kChunksPerLane>(data, first, numel, lane, grad);
-  ChunkWriter<kBytes, Whole, false> writer(data, first, numel, lane);
+  load_chunks<kBytes, A, true, 0, L::kChunksPerLane>(data, first, numel, lane, grad);
+  ChunkWriter<kBytes, A, false> writer(data, first, numel, lane);
   std::uint32_t units;
   const Placement from = find_blob(store, entry, units);
   if (from.lost) return write_nan<Config::kDType>(writer);  // the arena had no room for this tile: be seen
@@ -73,7 +73,7 @@ __device__ __forceinline__ void relu_gradient_tile(void* data, std::int64_t nume
   } else if (kind == MaskKind::two_level) {
     mask = read_two_level<kBytes>(body, lane, mask_words);
   } else if (kind == MaskKind::dense) {
-    return relu_gradient_of_dense_block<Config, Whole>(data, numel, store, entry);
+    return relu_gradient_of_dense_block<Config, A>(data, numel, store, entry);
   }
 #pragma unroll
   for (int i = 0; i < L::kChunksPerLane; ++i) {
@@ -86,18 +86,20 @@ __device__ __forceinline__ void relu_gradient_tile(void* data, std::int64_t nume
 }
 
 // Out of line: rare, and not to cost the other tiles a register.
-template <class Config>
-__device__ __noinline__ void relu_gradient_edge_tile(void* data, std::int64_t numel, const BlobStore& store) {
-  relu_gradient_tile<Config, false>(data, numel, store);
+template <class Config, Access A>
+__device__ __noinline__ void relu_gradient_rare_tile(void* data, std::int64_t numel, const BlobStore& store) {
+  relu_gradient_tile<Config, A>(data, numel, store);
 }
 
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, resident_blocks(Target::kRestore, Config::kDType))
     relu_gradient_kernel(void* data, std::int64_t numel, const __grid_constant__ BlobStore store) {
-  if (tile_is_whole<Config::kBytes>(data, this_tile(), numel))
-    relu_gradient_tile<Config, true>(data, numel, store);
+  if (offset_in_chunk(data) == 0 && tile_is_inside<Config::kBytes>(this_tile(), numel))
+    relu_gradient_tile<Config, Access::whole>(data, numel, store);
+  else if (tile_may_shift<Config::kBytes>(this_tile(), numel))
+    relu_gradient_rare_tile<Config, Access::shifted>(data, numel, store);
   else
-    relu_gradient_edge_tile<Config>(data, numel, store);
+    relu_gradient_rare_tile<Config, Access::elements>(data, numel, store);
 }
 
 }  // namespace bitsparse::kernels

@@ -204,7 +204,7 @@ __device__ __forceinline__ void write_nan(Writer& writer) {
   for (int i = 0; i < BlockLayout<element_bytes(D)>::kChunksPerLane; ++i) writer.write(i, words);
 }
 
-template <class Config, bool Whole>
+template <class Config, Access A>
 __device__ __forceinline__ void restore_tile(void* data, std::int64_t numel, const BlobStore& store) {
   using L = typename Config::L;
   constexpr int kBytes = Config::kBytes;
@@ -215,7 +215,7 @@ __device__ __forceinline__ void restore_tile(void* data, std::int64_t numel, con
   const BlobLoad load(store, shared);
   const auto moves = ByteMoves<kBytes>::expanding(lane);
   const std::int64_t first = first_of_block<kBytes>(warp);
-  using Writer = std::conditional_t<Config::kPatches, PatchChunks, ChunkWriter<kBytes, Whole, !kGradient>>;
+  using Writer = std::conditional_t<Config::kPatches, PatchChunks, ChunkWriter<kBytes, A, !kGradient>>;
   const auto writer_of_block = [&] {
     if constexpr (Config::kPatches) {
       const std::uint32_t tile_columns = store.columns / Patch::kTileColumns, row = this_tile() / tile_columns;
@@ -232,7 +232,7 @@ __device__ __forceinline__ void restore_tile(void* data, std::int64_t numel, con
 #pragma unroll
     for (int i = 0; i < L::kChunksPerLane; ++i) grad[i] = chunks.load(i);
   } else if constexpr (kGradient) {
-    load_chunks<kBytes, Whole, false, 0, kEarly>(data, first, numel, lane, grad);
+    load_chunks<kBytes, A, false, 0, kEarly>(data, first, numel, lane, grad);
   }
   load.start(store);
   std::uint32_t* const stage = load.finish(store);
@@ -276,23 +276,27 @@ __device__ __forceinline__ void restore_tile(void* data, std::int64_t numel, con
     __syncwarp();
     values = scratch;
   }
-  if constexpr (kGradient) load_chunks<kBytes, Whole, false, kEarly, L::kChunksPerLane>(data, first, numel, lane, grad);
+  if constexpr (kGradient) load_chunks<kBytes, A, false, kEarly, L::kChunksPerLane>(data, first, numel, lane, grad);
   expand<Config>(values, inclusive - lane_kept, mask, moves, output);
 }
 
 // Out of line: rare, and not to cost the other tiles a register.
-template <class Config>
-__device__ __noinline__ void restore_edge_tile(void* data, std::int64_t numel, const BlobStore& store) {
-  restore_tile<Config, false>(data, numel, store);
+template <class Config, Access A>
+__device__ __noinline__ void restore_rare_tile(void* data, std::int64_t numel, const BlobStore& store) {
+  restore_tile<Config, A>(data, numel, store);
 }
 
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, resident_blocks(Target::kRestore, Config::kDType))
     restore_kernel(void* data, std::int64_t numel, const __grid_constant__ BlobStore store) {
-  if (Config::kPatches || tile_is_whole<Config::kBytes>(data, this_tile(), numel))
-    restore_tile<Config, true>(data, numel, store);
+  // Values and activations go to new tensors, which are aligned.
+  constexpr bool kMayShift = Config::kOutput == Output::gradient;
+  if (Config::kPatches || (offset_in_chunk(data) == 0 && tile_is_inside<Config::kBytes>(this_tile(), numel)))
+    restore_tile<Config, Access::whole>(data, numel, store);
+  else if (!Config::kPatches && kMayShift && tile_may_shift<Config::kBytes>(this_tile(), numel))
+    restore_rare_tile<Config, kMayShift ? Access::shifted : Access::elements>(data, numel, store);
   else if constexpr (!Config::kPatches)
-    restore_edge_tile<Config>(data, numel, store);
+    restore_rare_tile<Config, Access::elements>(data, numel, store);
 }
 
 }  // namespace bitsparse::kernels
