@@ -37,12 +37,13 @@ __device__ __forceinline__ std::uint32_t offset_in_chunk(const void* p) {
   return reinterpret_cast<std::uintptr_t>(p) & (kChunkBytes - 1);
 }
 
-// Is tile `tile` inside a tensor of `numel` elements?
+// Is tile `tile` inside a tensor of `numel` elements, and are `addresses`, the bits of one or of several, aligned? No
+// branch but the caller's.
 template <int Bytes>
-__device__ __forceinline__ bool tile_is_inside(std::int64_t tile, std::int64_t numel) {
-  return (tile + 1) * BlockLayout<Bytes>::kTileElements <= numel;
+__device__ __forceinline__ bool tile_is_whole(std::uintptr_t addresses, std::int64_t tile, std::int64_t numel) {
+  return ((addresses & (kChunkBytes - 1)) == 0) & ((tile + 1) * BlockLayout<Bytes>::kTileElements <= numel);
 }
-// With all aligned chunks that it has a part in?
+// Is it inside with all aligned chunks that it has a part in?
 template <int Bytes>
 __device__ __forceinline__ bool tile_may_shift(std::int64_t tile, std::int64_t numel) {
   using L = BlockLayout<Bytes>;
@@ -57,22 +58,30 @@ __device__ __forceinline__ void with_word_offset(std::uint32_t offset, const Wor
   return offset & 4 ? work.template with<1>() : work.template with<0>();
 }
 
-// Of an aligned chunk the bytes in [begin, end), both at the edge of an element, by words where they are whole.
-template <int Bytes>
-__device__ __forceinline__ void store_part(void* chunk, const std::uint32_t (&words)[4], std::uint32_t begin,
-                                           std::uint32_t end) {
+// Stores of an aligned chunk what begins, or ends, at byte 4 * Words + rest, by words where they are whole.
+template <int Bytes, int Words>
+__device__ __forceinline__ void store_from(void* chunk, const std::uint32_t (&words)[4], std::uint32_t rest) {
+  auto* const to = static_cast<std::uint32_t*>(chunk);
 #pragma unroll
-  for (std::uint32_t j = 0; j < 4; ++j) {
-    std::uint8_t* const to = static_cast<std::uint8_t*>(chunk) + 4 * j;
-    if (begin <= 4 * j && 4 * j + 4 <= end) {
-      *reinterpret_cast<std::uint32_t*>(to) = words[j];
-    } else if constexpr (Bytes < 4) {
-#pragma unroll
-      for (std::uint32_t byte = 0; byte < 4; byte += Bytes)
-        if (begin <= 4 * j + byte && 4 * j + byte < end)
-          *reinterpret_cast<Slot<Bytes>*>(to + byte) = static_cast<Slot<Bytes>>(words[j] >> 8 * byte);
-    }
+  for (int j = Words + 1; j < 4; ++j) to[j] = words[j];
+  if (Bytes == 4 || rest == 0) {
+    to[Words] = words[Words];
+    return;
   }
+#pragma unroll
+  for (std::uint32_t at = Bytes; at < 4; at += Bytes)
+    if (at >= rest)
+      reinterpret_cast<Slot<Bytes>*>(to + Words)[at / Bytes] = static_cast<Slot<Bytes>>(words[Words] >> 8 * at);
+}
+template <int Bytes, int Words>
+__device__ __forceinline__ void store_until(void* chunk, const std::uint32_t (&words)[4], std::uint32_t rest) {
+  auto* const to = static_cast<std::uint32_t*>(chunk);
+#pragma unroll
+  for (int j = 0; j < Words; ++j) to[j] = words[j];
+#pragma unroll
+  for (std::uint32_t at = 0; at + Bytes < 4; at += Bytes)
+    if (at < rest)
+      reinterpret_cast<Slot<Bytes>*>(to + Words)[at / Bytes] = static_cast<Slot<Bytes>>(words[Words] >> 8 * at);
 }
 
 // A block that starts somewhere in an aligned chunk, as the chunks it lies in: a lane's, and one past all others, of
@@ -98,13 +107,14 @@ struct AlignedChunks {
   __device__ __forceinline__ void store(int i, const uint4& v, Slot<Bytes>* block, int lane) const {
     uint4* const p = first_chunk(block, offset) + lane + i * kLanes;
     if (i == 0 && lane == 0)
-      store_part<Bytes>(p, {v.x, v.y, v.z, v.w}, offset, kChunkBytes);
+      with_word_offset(offset, StorePart<true>{p, {v.x, v.y, v.z, v.w}, offset % 4});
     else
       *p = v;
   }
   // The same of the one past all others, by the first lane.
   __device__ __forceinline__ void store_past(const uint4& v, Slot<Bytes>* block) const {
-    store_part<Bytes>(first_chunk(block, offset) + Chunks * kLanes, {v.x, v.y, v.z, v.w}, 0, offset);
+    with_word_offset(
+        offset, StorePart<false>{first_chunk(block, offset) + Chunks * kLanes, {v.x, v.y, v.z, v.w}, offset % 4});
   }
 
   // Warp-wide: the chunks of the block as if it was aligned. The last lane's end where the first one's next begin.
@@ -118,6 +128,20 @@ struct AlignedChunks {
     using Chunk = std::conditional_t<std::is_const_v<T>, const uint4, uint4>;
     return reinterpret_cast<Chunk*>(reinterpret_cast<std::uintptr_t>(block) - offset);
   }
+
+  template <bool From>
+  struct StorePart {
+    uint4* chunk;
+    std::uint32_t words[4];
+    std::uint32_t rest;
+    template <int Words>
+    __device__ __forceinline__ void with() const {
+      if constexpr (From)
+        store_from<Bytes, Words>(chunk, words, rest);
+      else
+        store_until<Bytes, Words>(chunk, words, rest);
+    }
+  };
 
   struct Shift {
     const AlignedChunks& from;
@@ -236,14 +260,14 @@ class ChunkWriter {
 #pragma unroll
       for (int j = 0; j < 4; ++j) aligned[j] = __funnelshift_l(run[j], run[j + 1], 8 * offset);
       if (i == 0 && lane == 0)
-        store_part<Bytes>(chunk, aligned, offset, kChunkBytes);
+        store_from<Bytes, Words>(chunk, aligned, offset % 4);
       else
         store(chunk, aligned);
       if (i == L::kChunksPerLane - 1 && lane == kLanes - 1) {
         std::uint32_t rest[4] = {};
 #pragma unroll
         for (int j = 0; j <= Words; ++j) rest[j] = __funnelshift_l(run[4 + j], run[5 + j], 8 * offset);
-        store_part<Bytes>(chunk + kChunkBytes, rest, 0, offset);
+        store_until<Bytes, Words>(chunk + kChunkBytes, rest, offset % 4);
       }
     }
   };

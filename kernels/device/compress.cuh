@@ -260,21 +260,23 @@ __device__ __forceinline__ void compress_tile(const void* in, void* out, std::in
 }
 
 // Out of line: rare, and not to cost the other tiles a register.
-template <class Config, Access A>
-__device__ __noinline__ void compress_rare_tile(const void* in, void* out, std::int64_t numel, const BlobStore& store) {
-  compress_tile<Config, A>(in, out, numel, store);
+template <class Config>
+__device__ __noinline__ void compress_edge_tile(const void* in, void* out, std::int64_t numel, const BlobStore& store) {
+  const std::uint32_t from = offset_in_chunk(in), to = offset_in_chunk(out);
+  if ((to == 0 || to == from) && tile_may_shift<Config::kBytes>(this_tile(), numel))
+    compress_tile<Config, Access::shifted>(in, out, numel, store);
+  else
+    compress_tile<Config, Access::elements>(in, out, numel, store);
 }
 
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, resident_blocks(Target::kCompress, Config::kDType))
     compress_kernel(const void* in, void* out, std::int64_t numel, const __grid_constant__ BlobStore store) {
-  const std::uint32_t from = offset_in_chunk(in), to = offset_in_chunk(out);
-  if ((from | to) == 0 && tile_is_inside<Config::kBytes>(this_tile(), numel))
+  const std::uintptr_t addresses = reinterpret_cast<std::uintptr_t>(in) | reinterpret_cast<std::uintptr_t>(out);
+  if (tile_is_whole<Config::kBytes>(addresses, this_tile(), numel))
     compress_tile<Config, Access::whole>(in, out, numel, store);
-  else if ((to == 0 || to == from) && tile_may_shift<Config::kBytes>(this_tile(), numel))
-    compress_rare_tile<Config, Access::shifted>(in, out, numel, store);
   else
-    compress_rare_tile<Config, Access::elements>(in, out, numel, store);
+    compress_edge_tile<Config>(in, out, numel, store);
 }
 
 }  // namespace bitsparse::kernels

@@ -86,20 +86,21 @@ __device__ __forceinline__ void relu_gradient_tile(void* data, std::int64_t nume
 }
 
 // Out of line: rare, and not to cost the other tiles a register.
-template <class Config, Access A>
-__device__ __noinline__ void relu_gradient_rare_tile(void* data, std::int64_t numel, const BlobStore& store) {
-  relu_gradient_tile<Config, A>(data, numel, store);
+template <class Config>
+__device__ __noinline__ void relu_gradient_edge_tile(void* data, std::int64_t numel, const BlobStore& store) {
+  if (tile_may_shift<Config::kBytes>(this_tile(), numel))
+    relu_gradient_tile<Config, Access::shifted>(data, numel, store);
+  else
+    relu_gradient_tile<Config, Access::elements>(data, numel, store);
 }
 
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, resident_blocks(Target::kRestore, Config::kDType))
     relu_gradient_kernel(void* data, std::int64_t numel, const __grid_constant__ BlobStore store) {
-  if (offset_in_chunk(data) == 0 && tile_is_inside<Config::kBytes>(this_tile(), numel))
+  if (tile_is_whole<Config::kBytes>(reinterpret_cast<std::uintptr_t>(data), this_tile(), numel))
     relu_gradient_tile<Config, Access::whole>(data, numel, store);
-  else if (tile_may_shift<Config::kBytes>(this_tile(), numel))
-    relu_gradient_rare_tile<Config, Access::shifted>(data, numel, store);
   else
-    relu_gradient_rare_tile<Config, Access::elements>(data, numel, store);
+    relu_gradient_edge_tile<Config>(data, numel, store);
 }
 
 }  // namespace bitsparse::kernels

@@ -281,22 +281,21 @@ __device__ __forceinline__ void restore_tile(void* data, std::int64_t numel, con
 }
 
 // Out of line: rare, and not to cost the other tiles a register.
-template <class Config, Access A>
-__device__ __noinline__ void restore_rare_tile(void* data, std::int64_t numel, const BlobStore& store) {
-  restore_tile<Config, A>(data, numel, store);
+template <class Config>
+__device__ __noinline__ void restore_edge_tile(void* data, std::int64_t numel, const BlobStore& store) {
+  if constexpr (Config::kOutput == Output::gradient)
+    if (tile_may_shift<Config::kBytes>(this_tile(), numel))
+      return restore_tile<Config, Access::shifted>(data, numel, store);
+  restore_tile<Config, Access::elements>(data, numel, store);  // of new tensors, which are aligned, the last tile only
 }
 
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, resident_blocks(Target::kRestore, Config::kDType))
     restore_kernel(void* data, std::int64_t numel, const __grid_constant__ BlobStore store) {
-  // Values and activations go to new tensors, which are aligned.
-  constexpr bool kMayShift = Config::kOutput == Output::gradient;
-  if (Config::kPatches || (offset_in_chunk(data) == 0 && tile_is_inside<Config::kBytes>(this_tile(), numel)))
+  if (Config::kPatches || tile_is_whole<Config::kBytes>(reinterpret_cast<std::uintptr_t>(data), this_tile(), numel))
     restore_tile<Config, Access::whole>(data, numel, store);
-  else if (!Config::kPatches && kMayShift && tile_may_shift<Config::kBytes>(this_tile(), numel))
-    restore_rare_tile<Config, kMayShift ? Access::shifted : Access::elements>(data, numel, store);
   else if constexpr (!Config::kPatches)
-    restore_rare_tile<Config, Access::elements>(data, numel, store);
+    restore_edge_tile<Config>(data, numel, store);
 }
 
 }  // namespace bitsparse::kernels
