@@ -65,9 +65,9 @@ def noted_arguments(arguments: Sequence[str]) -> list[str]:
 
 
 class Reporting:
-    """Prints and writes a result when the block in it ends. Also when a measurement in it failed: what was measured is
-    not lost, and exit_code is 1, as it is when some result was not exact. A failure inside of `part` ends that part
-    only."""
+    """Prints and writes a result when the block in it ends. Also when a measurement in it failed or was stopped: what was
+    measured is not lost, and exit_code is 1, as it is when some result was not exact. A failure inside of `part` ends
+    that part only."""
 
     def __init__(self, result: results.Result, path: Path) -> None:
         self._result = result
@@ -87,10 +87,10 @@ class Reporting:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
-        if error is not None and not isinstance(error, Exception):
-            return False
+        stopped = error is not None and not isinstance(error, Exception)  # by a signal
         if error is not None:
-            traceback.print_exception(error)
+            if not stopped:
+                traceback.print_exception(error)
             self._failed.append("the rest")
         inexact = any(row.name.endswith("/exact") and row.falls_short for row in self._result.rows)
         self.exit_code = int(inexact or bool(self._failed))
@@ -98,8 +98,9 @@ class Reporting:
             self._report()
         if self._failed:
             what = ", ".join(self._failed)
-            print(f"a measurement failed, see above: the result is not complete ({what})", file=sys.stderr)
-        return True
+            why = "stopped early" if stopped else "a measurement failed, see above"
+            print(f"{why}: the result is not complete ({what})", file=sys.stderr)
+        return not stopped
 
     def _report(self) -> None:
         result = self._result

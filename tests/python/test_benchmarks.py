@@ -314,6 +314,15 @@ def test_a_part_that_fails_does_not_cost_the_others(tmp_path, capsys):
     assert "not complete (first)" in capsys.readouterr().err
 
 
+def test_what_was_measured_before_a_signal_is_written(tmp_path, capsys):
+    result = results.validate(GOOD)
+    with pytest.raises(SystemExit), options.Reporting(result, tmp_path / "a.json"):
+        result.add("first", 1, "ms")
+        sys.exit(128 + 15)
+    assert results.read(tmp_path / "a.json").values()["first"] == 1
+    assert "stopped early: the result is not complete (the rest)" in capsys.readouterr().err
+
+
 def test_tables_of_kernels_put_codecs_side_by_side():
     result = results.validate(changed(lambda content: content.update(name="kernels")))
     for codec, value in {"raw": 0.91, "signless": 0.9, "tight": 0.95}.items():
