@@ -8,7 +8,6 @@
 #include <cstdint>
 
 #include "bitsparse/format.h"
-#include "device/block_io.cuh"
 #include "device/ptx.cuh"
 
 namespace bitsparse::kernels {

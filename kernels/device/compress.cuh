@@ -17,6 +17,7 @@
 #include "device/scalar.cuh"
 #include "device/slots.cuh"
 #include "device/tile.cuh"
+#include "device/unaligned.cuh"
 #include "launch.h"
 #include "tuning.h"
 
@@ -114,8 +115,8 @@ __device__ __forceinline__ void take_block(LaneBlock<Config>& block, Writer writ
   block.all = {__shfl_sync(~0u, through, kLanes - 1)};
 }
 
-// The same for a block that starts somewhere in an aligned chunk, and whose activation goes to one of the same offset, or
-// to an aligned one. Elementwise work doesn't mind how chunks lie: only what is compressed has to be shifted.
+// The same for a block that starts somewhere in an aligned chunk, and whose activation goes to one of the same offset,
+// or to an aligned one. Elementwise work doesn't mind how chunks lie: only what is compressed has to be shifted.
 template <class Config>
 __device__ __forceinline__ void take_shifted_block(LaneBlock<Config>& block, const void* in, void* out,
                                                    std::int64_t first, int lane) {

@@ -5,8 +5,8 @@
 
 #include "bitsparse/format.h"
 #include "device/bits.cuh"
-#include "device/block_io.cuh"
 #include "device/ptx.cuh"
+#include "device/slot_type.cuh"
 
 namespace bitsparse::kernels {
 

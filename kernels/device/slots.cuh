@@ -4,12 +4,12 @@
 #include <cstdint>
 
 #include "bitsparse/format.h"
-#include "device/block_io.cuh"
 #include "device/byte_moves.cuh"
 #include "device/codes.cuh"
 #include "device/mask.cuh"
 #include "device/ptx.cuh"
 #include "device/scalar.cuh"
+#include "device/slot_type.cuh"
 #include "tuning.h"
 
 namespace bitsparse::kernels {

@@ -317,7 +317,7 @@ def test_a_lost_tile_makes_its_gradient_nan(activation):
     arena = bitsparse.Arena("cuda", capacity=PAGE, spill_bytes=0)
     with arena:
         ops._compress_activation_.default(each.h[:1].clone(), activation, "tight")  # the first use takes its time
-        torch.cuda._sleep(1_000_000_000)  # the device is half a second behind: the host can't know yet
+        torch.cuda._sleep(4_000_000_000)  # the device is two seconds behind: the host can't know yet
         lease = ops._compress_activation_.default(each.h.clone(), activation, "tight")
         grad = torch.ones_like(each.h)
         ops._activation_gradient_.default(grad, lease, activation)
