@@ -83,6 +83,7 @@ class ChunkWriter {
       return;
     }
     if constexpr (A == Access::whole) {
+      // Written out here: behind a function that others share, compilers take the store apart (docs/performance.md).
       uint4* const p = reinterpret_cast<uint4*>(elements_) + lane_ + i * kLanes;
       const uint4 v = make_uint4(words[0], words[1], words[2], words[3]);
       if constexpr (Streaming)

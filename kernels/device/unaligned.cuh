@@ -31,12 +31,12 @@ __device__ __forceinline__ void store_from(void* chunk, const std::uint32_t (&wo
   for (int j = Words + 1; j < 4; ++j) to[j] = words[j];
   if (Bytes == 4 || rest == 0) {
     to[Words] = words[Words];
-    return;
-  }
+  } else {
 #pragma unroll
-  for (std::uint32_t at = Bytes; at < 4; at += Bytes)
-    if (at >= rest)
-      reinterpret_cast<Slot<Bytes>*>(to + Words)[at / Bytes] = static_cast<Slot<Bytes>>(words[Words] >> 8 * at);
+    for (std::uint32_t at = 0; at < 4; at += Bytes)
+      if (at >= rest)
+        reinterpret_cast<Slot<Bytes>*>(to + Words)[at / Bytes] = static_cast<Slot<Bytes>>(words[Words] >> 8 * at);
+  }
 }
 template <int Bytes, int Words>
 __device__ __forceinline__ void store_until(void* chunk, const std::uint32_t (&words)[4], std::uint32_t rest) {
@@ -44,7 +44,7 @@ __device__ __forceinline__ void store_until(void* chunk, const std::uint32_t (&w
 #pragma unroll
   for (int j = 0; j < Words; ++j) to[j] = words[j];
 #pragma unroll
-  for (std::uint32_t at = 0; at + Bytes < 4; at += Bytes)
+  for (std::uint32_t at = 0; at < 4; at += Bytes)
     if (at < rest)
       reinterpret_cast<Slot<Bytes>*>(to + Words)[at / Bytes] = static_cast<Slot<Bytes>>(words[Words] >> 8 * at);
 }
