@@ -5,21 +5,19 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from benchmarks import data
+from benchmarks import mamba as mamba_layer
 from benchmarks.models_parts import FFN, Choice, LanguageModel
 
 # How Nemotron-H-8B begins ("M": Mamba, "-": MLP, "*": attention); the whole is 24 M, 24 -, 4 *.
 PATTERN = "M-M-M-M*-"
 MAMBA = {
     "fused": "mamba_ssm's kernels",
-    "chunked": "chunked_scan of benchmarks/models_nemotron.py, recomputed in backward",
+    "chunked": "benchmarks/mamba.py, recomputed in backward",
     "reference": "transformers' reference path",
 }
 # Of Nemotron-H-8B, apart from the vocabulary, which is cut like the depth.
@@ -119,7 +117,7 @@ def make(pattern: str, mamba: str, quick: bool, device: torch.device, dtype: tor
     if mamba == "chunked":
         for layer in base.layers:
             if hasattr(layer.mixer, "A_log"):
-                layer.mixer.forward = _chunked_forward(layer.mixer)
+                layer.mixer.forward = mamba_layer.forward_of(layer.mixer)
     tokens = torch.arange(2 * 4 * config.chunk_size, device=device).view(2, -1) % config.vocab_size
     head = network.get_output_embeddings()
     model = LanguageModel(base.get_input_embeddings(), base.layers, base.norm_f, head, choice)
@@ -133,60 +131,3 @@ def make(pattern: str, mamba: str, quick: bool, device: torch.device, dtype: tor
 
 def optimizers(model: LanguageModel, fused: bool) -> list[torch.optim.Optimizer]:
     return [torch.optim.AdamW(model.parameters(), lr=1e-5, betas=(0.9, 0.95), weight_decay=0.0, fused=fused)]
-
-
-def _chunked_forward(mixer: Any) -> Any:
-    def forward(hidden_states: Tensor, *_: object, **__: object) -> Tensor:
-        projected = mixer.in_proj(hidden_states)
-        # Recomputed in backward from the projection, as mamba_ssm's kernels do.
-        y = checkpoint(_scan_part, mixer, projected, use_reentrant=False, preserve_rng_state=False)
-        return mixer.out_proj(y)
-
-    return forward
-
-
-def _scan_part(mixer: Any, projected: Tensor) -> Tensor:
-    """What a Mamba-2 layer does between its two projections."""
-    batch, length, _ = projected.shape
-    inner, state = mixer.intermediate_size, mixer.n_groups * mixer.ssm_state_size
-    gate, mixed, dt = projected.split([inner, inner + 2 * state, mixer.num_heads], dim=-1)
-    mixed = mixer.act(mixer.conv1d(mixed.transpose(1, 2))[..., :length].transpose(1, 2))
-    x, b, c = mixed.split([inner, state, state], dim=-1)
-    x = x.reshape(batch, length, mixer.num_heads, mixer.head_dim)
-    b, c = (t.reshape(batch, length, mixer.n_groups, mixer.ssm_state_size) for t in (b, c))
-    dt = F.softplus(dt.float() + mixer.dt_bias.float())
-    y = chunked_scan(x, dt, -mixer.A_log.float().exp(), b, c, mixer.chunk_size)
-    y = y + mixer.D.to(x.dtype)[:, None] * x
-    return mixer.norm(y.reshape(batch, length, inner), gate).to(projected.dtype)
-
-
-def chunked_scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, chunk: int) -> Tensor:
-    """The state-space recurrence ``s = exp(dt a) s + dt x bᵀ``, ``y = s c`` of Mamba-2 by matrix products: within chunks
-    directly, between chunks by their last states. `chunk` divides the length.
-
-    Args:
-        x: (batch, length, heads, p); dt: (batch, length, heads) float32; a: (heads,) float32, negative;
-        b, c: (batch, length, groups, n), each for heads / groups consecutive heads.
-    """
-    batch, length, heads, p = x.shape
-    groups, n, chunks, dtype = b.shape[2], b.shape[3], length // chunk, x.dtype
-    grouped = (batch, chunks, chunk, groups, heads // groups)
-    b, c = (t.view(batch, chunks, chunk, groups, n) for t in (b, c))
-    x = (x * dt.to(dtype)[..., None]).view(*grouped, p)
-    log = (dt * a).view(grouped).cumsum(2)  # of the decay since the chunk began
-    # Within a chunk: i reads what j <= i wrote.
-    steps = log.permute(0, 1, 3, 4, 2)
-    later = torch.ones(chunk, chunk, dtype=torch.bool, device=x.device).tril()
-    decay = (steps[..., :, None] - steps[..., None, :]).masked_fill(~later, -torch.inf).exp().to(dtype)
-    weights = torch.einsum("zcign,zcjgn->zcgij", c, b).unsqueeze(3) * decay
-    y = torch.einsum("zcgrij,zcjgrp->zcigrp", weights, x)
-    # The state that each chunk adds, then the sum of what all earlier ones left.
-    to_end = (log[:, :, -1:] - log).exp().to(dtype)
-    added = torch.einsum("zcjgrp,zcjgn->zcgrpn", x * to_end[..., None], b)
-    total = log[:, :, -1].permute(0, 2, 3, 1).cumsum(-1)  # of the decay since the sequence began, at ends of chunks
-    begin = F.pad(total[..., :-1], (1, 0))
-    earlier = torch.ones(chunks, chunks, dtype=torch.bool, device=x.device).tril(-1)
-    between = (begin[..., :, None] - total[..., None, :]).masked_fill(~earlier, -torch.inf).exp().to(dtype)
-    states = torch.einsum("zgrek,zkgrpn->zegrpn", between, added)
-    y = y + torch.einsum("zcign,zcgrpn->zcigrp", c, states) * log.exp().to(dtype)[..., None]
-    return y.reshape(batch, length, heads, p)

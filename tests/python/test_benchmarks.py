@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from benchmarks import (  # noqa: E402
     fused,
     kernel_tables,
     kernels,
+    mamba,
     models,
     models_nemotron,
     models_parts,
@@ -453,7 +455,7 @@ def test_mamba_in_chunks():
         decay = (dt[:, t] * a).exp()[..., None, None]
         state = decay * state + (dt[:, t, :, None] * x[:, t])[..., None] * b_t[:, :, None]
         outputs.append((state * c_t[:, :, None]).sum(-1))
-    got = models_nemotron.chunked_scan(x, dt, a, b, c, chunk=8)
+    got = mamba.chunked_scan(x, dt, a, b, c, chunk=8)
     torch.testing.assert_close(got, torch.stack(outputs, dim=1), atol=1e-5, rtol=1e-4)
 
 
@@ -515,6 +517,20 @@ class StandIn:
 
         def norm(self, x, gate):
             return x * torch.sigmoid(gate)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 5])
+def test_mamba_some_sequences_at_a_time(batch):
+    settings = {"hidden_size": 6, "mamba_num_heads": 4, "mamba_head_dim": 3, "n_groups": 2, "ssm_state_size": 5}
+    torch.manual_seed(0)
+    mixer = StandIn.Mamba(SimpleNamespace(**settings, chunk_size=4))
+    forward = mamba.forward_of(mixer)
+    x = torch.randn(batch, 8, 6)
+    results = []
+    for y in (forward(x), mixer.out_proj(mamba.Part(mixer)(mixer.in_proj(x)))):
+        results.append([y, *torch.autograd.grad(y.square().sum(), list(mixer.parameters()))])
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected)
 
 
 @pytest.mark.parametrize("mamba_layers", [True, False])
